@@ -1,0 +1,1 @@
+"""Generated from protos/shoal/v1; do not edit."""
