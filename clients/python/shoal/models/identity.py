@@ -1,0 +1,148 @@
+"""Who a model is: a digest of the config fields that change numbers, and a content hash for each block.
+
+Nobody holds a whole model, so two servers agree block by block. Hashes cover the tensors as stored and do not
+depend on the format that a server computes in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.models.checkpoint import Checkpoint, span_names
+from shoal.models.families import Family, describe
+from shoal.swarm.snapshot import ModelKey
+from shoal.swarm.spans import Span
+from shoal.wire.errors import Unsupported
+
+if TYPE_CHECKING:
+    import torch
+
+_CACHE_LIMIT_BYTES = 4 * 1024 * 1024
+
+
+def config_digest(config: Any) -> bytes:
+    """Return the SHA-256 (32 bytes) over the config fields that change numbers.
+
+    Raises:
+        Unsupported: if the family is not supported.
+    """
+    row = describe(config).row
+    fields = {name: _plain(getattr(config, name, None)) for name in row.numeric_fields}
+    text = json.dumps({"model_type": row.model_type, **fields}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).digest()
+
+
+def numeric_class_of(dtype: torch.dtype) -> str:
+    """Name the numeric class of an element type: `fp32`, `bf16` or `fp16`.
+
+    Raises:
+        Unsupported: for any other type.
+    """
+    names = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+    if str(dtype) not in names:
+        raise Unsupported(f"{dtype} is not supported; use {', '.join(names)}")
+    return names[str(dtype)]
+
+
+def dtype_of(numeric_class: str) -> torch.dtype:
+    """Return the element type of a numeric class.
+
+    Raises:
+        Unsupported: for an unknown class.
+    """
+    import torch
+
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if numeric_class not in dtypes:
+        raise Unsupported(f"numeric class {numeric_class!r} is not supported; use {', '.join(dtypes)}")
+    return dtypes[numeric_class]
+
+
+def model_key(model: Checkpoint | Path | str, numeric_class: str, prefix: str | None = None) -> ModelKey:
+    """Return the identity of a model: an open checkpoint or a folder.
+
+    `prefix` is the model's name in the swarm; by default the last component of the folder.
+
+    Raises:
+        Unsupported, NotFound, InvalidRequest: as `Checkpoint.open`.
+    """
+    checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
+    return ModelKey(prefix or checkpoint.folder.name, config_digest(checkpoint.config), numeric_class)
+
+
+def block_hashes(
+    checkpoint: Checkpoint, family: Family, span: Span, cache_file: Path | None = None
+) -> list[bytes]:
+    """Return the SHA-256 of each block of `span`: tensors in name order, each name, type, shape and bytes.
+
+    With `cache_file`, hashes found there are taken if no file of the block changed in path, size or time.
+
+    Raises:
+        NotFound, Corrupted: as `Checkpoint.read`.
+    """
+    cached = _load_cache(cache_file)
+    hashes, fresh = [], {}
+    for block in span.blocks():
+        names = span_names(family, Span(block, block + 1))
+        key = _cache_key(checkpoint, names)
+        digest = (
+            bytes.fromhex(cached[key]) if key in cached else _hash_block(checkpoint, family, block, names)
+        )
+        fresh[key] = digest.hex()
+        hashes.append(digest)
+    if cache_file is not None and not fresh.keys() <= cached.keys():
+        _save_cache(cache_file, {**cached, **fresh})
+    return hashes
+
+
+def _hash_block(checkpoint: Checkpoint, family: Family, block: int, names: list[str]) -> bytes:
+    import torch
+
+    digest = hashlib.sha256()
+    for name, tensor in checkpoint.read(names).items():
+        own = name.removeprefix(family.block_prefix(block))
+        digest.update(json.dumps([own, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def _cache_key(checkpoint: Checkpoint, names: list[str]) -> str:
+    parts: list[object] = list(names)
+    for file in sorted(checkpoint.files_of(names)):
+        status = file.stat()
+        parts += [str(file), status.st_size, status.st_mtime_ns]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _load_cache(cache_file: Path | None) -> dict[str, str]:
+    if cache_file is None or not cache_file.is_file() or cache_file.stat().st_size > _CACHE_LIMIT_BYTES:
+        return {}
+    try:
+        entries = json.loads(cache_file.read_text(encoding="utf-8"))
+    except ValueError:
+        return {}
+    if not isinstance(entries, dict):
+        return {}
+    return {key: value for key, value in entries.items() if isinstance(value, str) and len(value) == 64}
+
+
+def _save_cache(cache_file: Path, entries: dict[str, str]) -> None:
+    cache_file.parent.mkdir(parents=True, exist_ok=True)
+    staging = cache_file.with_name(f"{cache_file.name}.{os.getpid()}")
+    staging.write_text(json.dumps(entries), encoding="utf-8")
+    os.replace(staging, cache_file)
+
+
+def _plain(value: Any) -> Any:
+    # 10000 and 10000.0 are the same number to a model, so they must be the same text here.
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return value
+    return repr(float(value))
