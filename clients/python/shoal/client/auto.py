@@ -1,0 +1,149 @@
+"""Makes a distributed model from a model folder: transformers' class for the config, ends loaded, blocks remote."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import GenerationConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from shoal.client.config import SequenceManagerConfig
+from shoal.client.connection import SwarmConnection
+from shoal.client.generation import RemoteGenerationMixin
+from shoal.client.remote import RemoteSequential
+from shoal.models.checkpoint import Checkpoint
+from shoal.models.families import AttentionKind, Family
+from shoal.wire.errors import NotFound, Unsupported
+
+_HUB_OPTIONS = ("revision", "token", "cache_dir")
+
+
+class AutoDistributedModelForCausalLM:
+    """A causal language model whose blocks run on the servers of a swarm. Made by `from_pretrained` only."""
+
+    def __init__(self) -> None:
+        raise TypeError("use AutoDistributedModelForCausalLM.from_pretrained(...)")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | os.PathLike[str],
+        *,
+        swarm: str | None = None,
+        api_key: str | None = None,
+        initial_peers: list[str] | None = None,
+        config: SequenceManagerConfig | None = None,
+        revision: str | None = None,
+        token: str | None = None,
+        cache_dir: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        """Load embeddings, norm and head from a model folder and join a swarm that serves its blocks.
+
+        Args:
+            model: folder with `config.json` and safetensors.
+            swarm: `shoal://HOST:PORT#SHA256`; by default `$SHOAL_SWARM`, else the file that `shoal up` wrote.
+            api_key: by default `$SHOAL_API_KEY`, else that file's.
+            config: limits and preferences of routes and sessions.
+            dtype: element type; by default the one that the swarm serves.
+
+        Raises:
+            Unsupported: if the model family, or one of the other arguments, is not supported.
+            NotFound: if the folder or a tensor is missing.
+            UnknownModel: if the swarm does not serve the model.
+        """
+        hub = {"revision": revision, "token": token, "cache_dir": cache_dir, "initial_peers": initial_peers}
+        for name, value in hub.items():
+            if value is not None:
+                raise Unsupported(
+                    f"from_pretrained(): {name} is not supported yet; leave it out", option=name
+                )
+        folder = Path(model)
+        if not folder.is_dir():
+            raise NotFound(
+                f"there is no model folder {folder}: pass a folder with config.json and safetensors "
+                "(`shoal model convert` makes one from a GGUF file)"
+            )
+        checkpoint = Checkpoint.open(folder)
+        connection = SwarmConnection.join(
+            checkpoint.family, folder.resolve().name, swarm=swarm, api_key=api_key, dtype=dtype, config=config
+        )
+        try:
+            return build_model(checkpoint, connection)
+        except BaseException:
+            connection.close()
+            raise
+
+
+def build_model(checkpoint: Checkpoint, connection: SwarmConnection) -> Any:
+    """Build the client's model: all but the blocks, loaded in the connection's element type.
+
+    Raises:
+        NotFound, Corrupted: if a tensor cannot be read.
+    """
+    family = checkpoint.family
+    cls = distributed_class(family)
+    config = checkpoint.config
+    config.torch_dtype = connection.dtype
+    blocks, config.num_hidden_layers = config.num_hidden_layers, 0
+    try:
+        with torch.device("meta"):
+            model = cls(config)
+    finally:
+        config.num_hidden_layers = blocks
+    parent, _, name = family.blocks_path.rpartition(".")
+    remote = RemoteSequential(connection, gives_tuple=family.row.attention is AttentionKind.ALIBI)
+    base = model.get_submodule(parent)
+    setattr(base, name, torch.nn.ModuleList([remote]))
+    if hasattr(base, "rotary_emb"):
+        base.rotary_emb = _NoRotary()
+    _fill(
+        model, {name: tensor.to(connection.dtype) for name, tensor in checkpoint.read_ends().items()}, family
+    )
+    model.connection = connection
+    model.eval().requires_grad_(False)
+    if (checkpoint.folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(str(checkpoint.folder))
+    return model
+
+
+def distributed_class(family: Family) -> type:
+    """Return the class `Distributed<Family>ForCausalLM`: transformers' own with `RemoteGenerationMixin` in front."""
+    base = MODEL_FOR_CAUSAL_LM_MAPPING[type(family.config)]
+    base = base[0] if isinstance(base, tuple) else base
+    fields = {
+        "takes_position_ids": family.row.attention is AttentionKind.INTERFACE,
+        "__module__": __name__,
+        "__doc__": f"{base.__name__} whose blocks run on the servers of a swarm.",
+        "main_input_name": base.main_input_name,
+    }
+    return cast(type, type(f"Distributed{base.__name__}", (RemoteGenerationMixin, base), fields))
+
+
+class _NoRotary(torch.nn.Module):
+    """Stands where rotary tables are computed: the servers compute their own."""
+
+    def forward(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def _fill(model: torch.nn.Module, ends: dict[str, torch.Tensor], family: Family) -> None:
+    """Put every end tensor in its place, exactly once, and leave nothing on the meta device.
+
+    Raises:
+        NotFound: naming what stayed empty.
+    """
+    unexpected = model.load_state_dict(ends, strict=False, assign=True).unexpected_keys
+    if family.tied:
+        model.get_submodule(family.row.head.rpartition(".")[0]).weight = model.get_parameter(
+            family.row.embedding
+        )
+    state = [*model.named_parameters(), *model.named_buffers()]
+    empty = [name for name, tensor in state if tensor.is_meta]
+    if empty or unexpected:
+        raise NotFound(
+            f"ends of {family.name} do not fit the model: empty {empty}, without a place {unexpected}"
+        )

@@ -1,0 +1,282 @@
+"""A client's connection to a swarm: who serves the model, channels to servers, sessions.
+
+Owns one daemon thread with the event loop of all calls. Everything public may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import contextlib
+import secrets
+import weakref
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+import grpc.aio
+import torch
+
+from shoal.client.config import SequenceManagerConfig
+from shoal.client.hops import HopStream
+from shoal.client.loop import LoopThread
+from shoal.client.routes import RouterRoutes, RouteSource
+from shoal.client.session import InferenceSession, open_hops
+from shoal.models.families import Family
+from shoal.models.identity import config_digest, dtype_of
+from shoal.swarm.routing import Route, RouteRequest
+from shoal.swarm.snapshot import ModelKey
+from shoal.swarm.spans import Span
+from shoal.v1 import block_server_pb2 as pb
+from shoal.v1 import common_pb2 as common
+from shoal.wire.channels import open_channel
+from shoal.wire.errors import (
+    Exhausted,
+    InvalidRequest,
+    NoRoute,
+    ShoalError,
+    TooLong,
+    Unavailable,
+    UnknownModel,
+)
+from shoal.wire.membership import Membership
+from shoal.wire.records import PROTOCOL, model_to_proto, span_to_proto
+from shoal.wire.swarm_url import resolve_swarm
+from shoal.wire.tensors import dtype_to_wire
+
+T = TypeVar("T")
+_CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteModel:
+    """The model that a connection serves: identity, sizes, element type of activations."""
+
+    key: ModelKey
+    family: Family
+    dtype: torch.dtype
+
+    @property
+    def blocks(self) -> Span:
+        """All blocks."""
+        return Span(0, self.family.num_blocks)
+
+
+class SwarmConnection:
+    """A connection to the servers of one model. Close it, or leave that to the end of the program."""
+
+    def __init__(
+        self,
+        loop: LoopThread,
+        model: RemoteModel,
+        routes: RouteSource,
+        membership: Membership,
+        config: SequenceManagerConfig,
+    ) -> None:
+        self.model = model
+        self.config = config
+        self._loop = loop
+        self._routes = routes
+        self._membership = membership
+        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
+        self._keeper = loop.start(membership.run())
+        _close_at_exit(self)
+
+    @classmethod
+    def join(
+        cls,
+        family: Family,
+        prefix: str,
+        *,
+        swarm: str | None = None,
+        api_key: str | None = None,
+        dtype: torch.dtype | None = None,
+        config: SequenceManagerConfig | None = None,
+    ) -> Self:
+        """Join a swarm that serves the model.
+
+        Raises:
+            InvalidRequest: if no swarm is named; NotAuthenticated: if the key or certificate is refused.
+            UnknownModel: if the swarm does not serve the model.
+        """
+        config = config or SequenceManagerConfig()
+        url, key = resolve_swarm(swarm, api_key)
+        loop = LoopThread(f"shoal-{prefix}")
+        try:
+            membership = loop.run(Membership.join(url, key))
+            try:
+                model = _choose_model(membership, family, prefix, dtype)
+            except ShoalError:
+                loop.run(membership.close())
+                raise
+        except BaseException:
+            loop.close()
+            raise
+        return cls(loop, model, RouterRoutes(membership, config.connect_timeout_s), membership, config)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of hidden states."""
+        return self.model.family.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of hidden states on the wire."""
+        return self.model.dtype
+
+    def open_session(
+        self, *, rows: int = 1, max_tokens: int | None = None, prompt_tokens: int = 1
+    ) -> InferenceSession:
+        """Plan a route and open a session of `rows` sequences of at most `max_tokens` each on it.
+
+        Raises:
+            TooLong: if the model does not take that many tokens.
+            NoRoute, UnknownModel, CacheFull, NotAuthenticated, ...: what router and servers answered.
+        """
+        limit = self.model.family.max_positions
+        if max_tokens is None:
+            max_tokens = min(self.config.session_tokens, limit or self.config.session_tokens)
+        if rows < 1 or max_tokens < 1:
+            raise InvalidRequest(
+                f"a session needs at least one row and one token, got {rows} and {max_tokens}"
+            )
+        if limit is not None and max_tokens > limit:
+            raise TooLong(
+                f"{max_tokens} tokens are more than the {limit} that {self.model.key.prefix} takes: "
+                "shorten the prompt or ask for fewer new tokens"
+            )
+        return self.run(self._open(rows, max_tokens, prompt_tokens))
+
+    async def _open(self, rows: int, max_tokens: int, prompt_tokens: int) -> InferenceSession:
+        blocked = set(self.config.blocked_servers)
+        refused: ShoalError | None = None
+        for _ in range(self.config.open_attempts):
+            request = RouteRequest(
+                model=self.model.key,
+                blocks=self.model.blocks,
+                prompt_tokens=prompt_tokens,
+                max_tokens=max_tokens,
+                rows=rows,
+                bytes_per_token=self.hidden_size * self.dtype.itemsize,
+                allowed=frozenset(self.config.allowed_servers),
+                blocked=frozenset(blocked),
+            )
+            try:
+                route = (await self._routes.routes(request))[0]
+            except NoRoute as error:
+                # Without the servers that refused there is no route: what they said is the better answer.
+                raise refused or error from error
+            try:
+                return await self._open_on(route, rows, max_tokens)
+            except (Unavailable, Exhausted) as error:
+                refused = error
+                blocked.add(error.details["server_id"])
+        raise refused or NoRoute("no route was tried")
+
+    async def _open_on(self, route: Route, rows: int, max_tokens: int) -> InferenceSession:
+        session_id = secrets.token_hex(16)
+        timeouts = (self.config.connect_timeout_s, self.config.step_timeout_s)
+        hops = []
+        for hop in route.hops:
+            server = hop.server
+            opening = pb.OpenSession(
+                protocol=PROTOCOL,
+                session_id=session_id,
+                server_id=server.server_id,
+                model=model_to_proto(self.model.key),
+                span=span_to_proto(hop.span),
+                block_hashes=[server.block_hash(block) for block in hop.span.blocks()],
+                activation_dtype=dtype_to_wire(self.dtype),
+                codec=common.CODEC_NONE,
+                rows=rows,
+                max_tokens=max_tokens,
+            )
+            channel = self._channel(server.server_id, server.address, server.certificate)
+            hops.append(HopStream(hop, channel, opening, timeouts))
+        await open_hops(hops)
+        return InferenceSession(self, route, hops, rows, max_tokens)
+
+    def _channel(self, server_id: str, address: str, certificate: bytes) -> grpc.aio.Channel:
+        key = (server_id, address)
+        if key not in self._channels:
+            self._channels[key] = open_channel(address, certificate, server_id, self._membership.token)
+        return self._channels[key]
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a call on the connection's thread and return its result."""
+        return self._loop.run(work)
+
+    def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run closing work to its end; nothing is left to close when the connection is gone."""
+        future = self._loop.start(work)
+        if future is not None:
+            with contextlib.suppress(TimeoutError):
+                future.result(_CLOSE_TIMEOUT_S)
+
+    def abandon(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start closing work without waiting; safe in finalisers on any thread."""
+        self._loop.start(work)
+
+    def close(self) -> None:
+        """End all sessions and channels; harmless when done before."""
+        if self._loop.running:
+            self.finish(self._close())
+            self._loop.close()
+            self._loop.join(_CLOSE_TIMEOUT_S)
+
+    async def _close(self) -> None:
+        await _release(self._keeper, self._channels, self._membership)
+
+    def __del__(self) -> None:
+        self._loop.start(_release(self._keeper, self._channels, self._membership, self._loop))
+
+
+async def _release(
+    keeper: concurrent.futures.Future[None] | None,
+    channels: dict[tuple[str, str], grpc.aio.Channel],
+    membership: Membership,
+    loop: LoopThread | None = None,
+) -> None:
+    """Close all of a connection's parts, and the loop itself when it is given; harmless when done before."""
+    if keeper is not None:
+        keeper.cancel()
+    await asyncio.gather(*(channel.close() for channel in channels.values()), return_exceptions=True)
+    channels.clear()
+    await membership.close()
+    if loop is not None:
+        loop.close()
+
+
+def _choose_model(
+    membership: Membership, family: Family, prefix: str, dtype: torch.dtype | None
+) -> RemoteModel:
+    """Pick the served model with the same config; the name decides between several, the element type too."""
+    digest = config_digest(family.config)
+    served = [entry.model for entry in membership.info.models]
+    same = [model for model in served if model.config_digest == digest]
+    named = [model for model in same if model.prefix == prefix] or same
+    fitting = [model for model in named if dtype is None or dtype_of(model.numeric_class) == dtype]
+    if len(fitting) != 1:
+        listed = ", ".join(f"{model.prefix} ({model.numeric_class})" for model in served) or "none"
+        wanted = f"{prefix} with this config" + (f" in {dtype}" if dtype is not None else "")
+        why = "serves no" if not fitting else "serves several"
+        raise UnknownModel(
+            f"the swarm {why} {wanted}; it serves: {listed}. Start servers for it with "
+            "`shoal server run`, or pass the model (and dtype) that is served"
+        )
+    key = ModelKey(fitting[0].prefix, digest, fitting[0].numeric_class)
+    return RemoteModel(key, family, dtype_of(key.numeric_class))
+
+
+def _close_at_exit(connection: SwarmConnection) -> None:
+    """Close channels before the interpreter tears down threads, without keeping the connection alive."""
+    reference = weakref.ref(connection)
+
+    def close() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.close()
+
+    atexit.register(close)
+    weakref.finalize(connection, atexit.unregister, close)

@@ -1,0 +1,72 @@
+"""One event loop on a daemon thread, so that synchronous code (and notebooks) can use asynchronous calls."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs coroutines for threads that have no loop or must not block theirs.
+
+    `close` may be called from any thread, also from a finaliser on the loop's own thread: it never joins.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        pending = asyncio.all_tasks(self._loop)
+        for task in pending:
+            task.cancel()
+        if pending:
+            self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+    @property
+    def running(self) -> bool:
+        """Tell whether coroutines can still be run."""
+        return self._thread.is_alive() and not self._loop.is_closed()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the loop and return its result; an interrupt of the caller cancels it.
+
+        Raises:
+            RuntimeError: if called from the loop's own thread, or after `close`.
+        """
+        if threading.current_thread() is self._thread or not self.running:
+            work.close()
+            raise RuntimeError("the connection is closed, or was called from its own thread")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T] | None:
+        """Run `work` without waiting for it; return None, dropping it, when the loop is gone."""
+        if not self.running:
+            work.close()
+            return None
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        """Cancel what runs and end the thread; harmless when done before."""
+        if self.running:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end after `close`; for orderly shutdown only, never from a finaliser."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)

@@ -1,0 +1,61 @@
+"""Which options of `generate()` and `forward()` Shoal honours; all others are refused by name before any call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.wire.errors import Unsupported
+
+# Option -> (values that mean "not used", why it is refused).
+_BEAMS = "beams need cache reordering on the servers"
+_DRAFTS = "drafts need a roll-back of the servers' cache"
+_INSIDE = "the blocks run on servers, which send hidden states of the last block only"
+_CACHE = "the cache lies on the servers"
+_COMPILE = "the blocks run on servers"
+_REMOTE = "code from the hub is not run"
+UNSUPPORTED_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "num_beams": ((None, 1), _BEAMS),
+    "num_beam_groups": ((None, 1), _BEAMS),
+    "diversity_penalty": ((None, 0.0), _BEAMS),
+    "constraints": ((None,), _BEAMS),
+    "force_words_ids": ((None,), _BEAMS),
+    "length_penalty": ((None, 1.0), _BEAMS),
+    "early_stopping": ((None, False), _BEAMS),
+    "penalty_alpha": ((None, 0.0), _REMOTE),
+    "dola_layers": ((None,), _INSIDE),
+    "low_memory": ((None, False), _REMOTE),
+    "assistant_model": ((None,), _DRAFTS),
+    "assistant_early_exit": ((None,), _DRAFTS),
+    "prompt_lookup_num_tokens": ((None, 0), _DRAFTS),
+    "speculation_type": ((None,), _DRAFTS),
+    "use_mtp": ((None, False), _DRAFTS),
+    "is_assistant": ((None, False), _DRAFTS),
+    "output_attentions": ((None, False), _INSIDE),
+    "output_hidden_states": ((None, False), _INSIDE),
+    "output_router_logits": ((None, False), _INSIDE),
+    "cache_implementation": ((None,), _CACHE),
+    "cache_config": ((None,), _CACHE),
+    "max_cache_len": ((None,), _CACHE),
+    "continuous_batching_config": ((None,), _CACHE),
+    "compile_config": ((None,), _COMPILE),
+    "token_healing": ((None, False), "it changes the prompt after it was checked"),
+    "synced_gpus": ((None, False), "there is no process group"),
+    "custom_generate": ((None,), _REMOTE),
+    "trust_remote_code": ((None, False), _REMOTE),
+}
+
+
+def refuse_unsupported(options: Mapping[str, Any], where: str) -> None:
+    """Refuse the first option that is set and cannot be honoured.
+
+    Raises:
+        Unsupported: naming the option, its value and the reason.
+    """
+    for name, (unused, why) in UNSUPPORTED_OPTIONS.items():
+        value = options.get(name)
+        plain = value is None or isinstance(value, (bool, int, float, str))
+        if not (plain and value in unused):
+            raise Unsupported(
+                f"{where}: {name}={value!r} is not supported ({why}); leave it out", option=name
+            )
