@@ -1,0 +1,1 @@
+"""What tests share: real stores, a whole swarm, and the check that a test leaves nothing behind."""
