@@ -17,9 +17,7 @@ def test_each_unsupported_option_is_refused_by_name(name: str) -> None:
     assert refused.value.details["option"] == name
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [(n, v) for n, (values, _) in UNSUPPORTED_OPTIONS.items() for v in values]
-)
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, (values, _) in UNSUPPORTED_OPTIONS.items() for v in values])
 def test_values_that_mean_unused_pass(name: str, value: Any) -> None:
     refuse_unsupported({name: value, "temperature": 0.7}, "generate()")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -58,9 +58,7 @@ class AutoDistributedModelForCausalLM:
         hub = {"revision": revision, "token": token, "cache_dir": cache_dir, "initial_peers": initial_peers}
         for name, value in hub.items():
             if value is not None:
-                raise Unsupported(
-                    f"from_pretrained(): {name} is not supported yet; leave it out", option=name
-                )
+                raise Unsupported(f"from_pretrained(): {name} is not supported yet; leave it out", option=name)
         folder = Path(model)
         if not folder.is_dir():
             raise NotFound(
@@ -87,7 +85,7 @@ def build_model(checkpoint: Checkpoint, connection: SwarmConnection) -> Any:
     family = checkpoint.family
     cls = distributed_class(family)
     config = checkpoint.config
-    config.torch_dtype = connection.dtype
+    config.dtype = connection.dtype
     blocks, config.num_hidden_layers = config.num_hidden_layers, 0
     try:
         with torch.device("meta"):
@@ -100,9 +98,7 @@ def build_model(checkpoint: Checkpoint, connection: SwarmConnection) -> Any:
     setattr(base, name, torch.nn.ModuleList([remote]))
     if hasattr(base, "rotary_emb"):
         base.rotary_emb = _NoRotary()
-    _fill(
-        model, {name: tensor.to(connection.dtype) for name, tensor in checkpoint.read_ends().items()}, family
-    )
+    _fill(model, {name: tensor.to(connection.dtype) for name, tensor in checkpoint.read_ends().items()}, family)
     model.connection = connection
     model.eval().requires_grad_(False)
     if (checkpoint.folder / "generation_config.json").is_file():
@@ -120,7 +116,7 @@ def distributed_class(family: Family) -> type:
         "__doc__": f"{base.__name__} whose blocks run on the servers of a swarm.",
         "main_input_name": base.main_input_name,
     }
-    return cast(type, type(f"Distributed{base.__name__}", (RemoteGenerationMixin, base), fields))
+    return type(f"Distributed{base.__name__}", (RemoteGenerationMixin, base), fields)
 
 
 class _NoRotary(torch.nn.Module):
@@ -138,12 +134,8 @@ def _fill(model: torch.nn.Module, ends: dict[str, torch.Tensor], family: Family)
     """
     unexpected = model.load_state_dict(ends, strict=False, assign=True).unexpected_keys
     if family.tied:
-        model.get_submodule(family.row.head.rpartition(".")[0]).weight = model.get_parameter(
-            family.row.embedding
-        )
+        model.get_submodule(family.row.head.rpartition(".")[0]).weight = model.get_parameter(family.row.embedding)
     state = [*model.named_parameters(), *model.named_buffers()]
     empty = [name for name, tensor in state if tensor.is_meta]
     if empty or unexpected:
-        raise NotFound(
-            f"ends of {family.name} do not fit the model: empty {empty}, without a place {unexpected}"
-        )
+        raise NotFound(f"ends of {family.name} do not fit the model: empty {empty}, without a place {unexpected}")

@@ -125,9 +125,7 @@ class SwarmConnection:
         """Element type of hidden states on the wire."""
         return self.model.dtype
 
-    def open_session(
-        self, *, rows: int = 1, max_tokens: int | None = None, prompt_tokens: int = 1
-    ) -> InferenceSession:
+    def open_session(self, *, rows: int = 1, max_tokens: int | None = None, prompt_tokens: int = 1) -> InferenceSession:
         """Plan a route and open a session of `rows` sequences of at most `max_tokens` each on it.
 
         Raises:
@@ -138,9 +136,7 @@ class SwarmConnection:
         if max_tokens is None:
             max_tokens = min(self.config.session_tokens, limit or self.config.session_tokens)
         if rows < 1 or max_tokens < 1:
-            raise InvalidRequest(
-                f"a session needs at least one row and one token, got {rows} and {max_tokens}"
-            )
+            raise InvalidRequest(f"a session needs at least one row and one token, got {rows} and {max_tokens}")
         if limit is not None and max_tokens > limit:
             raise TooLong(
                 f"{max_tokens} tokens are more than the {limit} that {self.model.key.prefix} takes: "
@@ -248,9 +244,7 @@ async def _release(
         loop.close()
 
 
-def _choose_model(
-    membership: Membership, family: Family, prefix: str, dtype: torch.dtype | None
-) -> RemoteModel:
+def _choose_model(membership: Membership, family: Family, prefix: str, dtype: torch.dtype | None) -> RemoteModel:
     """Pick the served model with the same config; the name decides between several, the element type too."""
     digest = config_digest(family.config)
     served = [entry.model for entry in membership.info.models]

@@ -52,15 +52,11 @@ class RemoteGenerationMixin:
         """
         cache = options.pop("past_key_values", cache)
         refuse_unsupported(options, "forward()")
-        unknown = sorted(
-            name for name, value in options.items() if value is not None and name not in _HARMLESS
-        )
+        unknown = sorted(name for name, value in options.items() if value is not None and name not in _HARMLESS)
         if unknown:
             raise Unsupported(f"forward(): {', '.join(unknown)} is not known to this model; leave it out")
         if cache is not None and not isinstance(cache, RemoteCache):
-            raise Unsupported(
-                f"forward(): a {type(cache).__name__} cannot hold a remote session; leave the cache out"
-            )
+            raise Unsupported(f"forward(): a {type(cache).__name__} cannot hold a remote session; leave the cache out")
         rows, columns = self._check_inputs(input_ids, inputs_embeds)
         kept = cache if cache is not None else RemoteCache(self.connection, None if use_cache else columns)
         given: dict[str, Any] = {
@@ -85,7 +81,7 @@ class RemoteGenerationMixin:
             raise
         if cache is None and not use_cache:
             kept.close()
-            output.cache = None
+            output = type(output)(**{name: value for name, value in output.items() if name != "cache"})
         return output if return_dict is not False else output.to_tuple()
 
     def _check_inputs(self, ids: torch.Tensor | None, embeds: torch.Tensor | None) -> tuple[int, int]:
@@ -188,24 +184,23 @@ class RemoteGenerationMixin:
             if kwargs.get(name) is not None:
                 raise Unsupported(f"generate(): {name} is not supported; leave it out", option=name)
 
-    def _check_prompt(
-        self, prompt: Any, generation_config: GenerationConfig | None, kwargs: Mapping[str, Any]
-    ) -> None:
+    def _check_prompt(self, prompt: Any, generation_config: GenerationConfig | None, kwargs: Mapping[str, Any]) -> None:
         if not isinstance(prompt, torch.Tensor):
             return
         check_ids(prompt, self.connection.model.family.vocab_size)
         config = generation_config or self.generation_config
         new = kwargs.get("max_new_tokens", config.max_new_tokens)
         limit = self.connection.model.family.max_positions
-        total = (
-            prompt.shape[1] + new if new is not None else max(prompt.shape[1], kwargs.get("max_length") or 0)
-        )
+        total = prompt.shape[1] + new if new is not None else max(prompt.shape[1], kwargs.get("max_length") or 0)
         if limit is not None and total > limit:
             raise TooLong(
                 f"{prompt.shape[1]} prompt tokens and {total - prompt.shape[1]} new ones are more than the {limit} "
                 "that the model takes: shorten the prompt or ask for fewer new tokens"
             )
-        if kwargs.get("attention_mask") is None:
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2 and not bool(mask.ne(0).any(dim=1).all()):
+            raise InvalidRequest("a row of attention_mask is all zeros: each row needs at least one token")
+        if mask is None:
             _check_padding(prompt, config, kwargs)
 
 
@@ -220,9 +215,7 @@ class _StopWhen(StoppingCriteria):  # type: ignore[misc]
         self._event = event
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        return torch.full(
-            (input_ids.shape[0],), self._event.is_set(), dtype=torch.bool, device=input_ids.device
-        )
+        return torch.full((input_ids.shape[0],), self._event.is_set(), dtype=torch.bool, device=input_ids.device)
 
 
 def check_ids(ids: torch.Tensor, vocab_size: int) -> None:
@@ -232,15 +225,13 @@ def check_ids(ids: torch.Tensor, vocab_size: int) -> None:
         InvalidRequest: naming the first bad id and where it is.
     """
     if ids.dim() != 2 or ids.numel() == 0 or ids.is_floating_point():
-        raise InvalidRequest(
-            f"input_ids must be whole numbers [batch, tokens], got {list(ids.shape)} of {ids.dtype}"
-        )
+        raise InvalidRequest(f"input_ids must be whole numbers [batch, tokens], got {list(ids.shape)} of {ids.dtype}")
     bad = (ids < 0) | (ids >= vocab_size)
     if bool(bad.any()):
         row, column = bad.nonzero()[0].tolist()
         raise InvalidRequest(
-            f"input id {int(ids[row, column])} at row {row}, column {column} is out of the vocabulary of {vocab_size}: "
-            "use the tokenizer of this model"
+            f"input id {int(ids[row, column])} at row {row}, column {column} is out of the vocabulary "
+            f"of {vocab_size}: use the tokenizer of this model"
         )
 
 
@@ -251,5 +242,6 @@ def _check_padding(prompt: torch.Tensor, config: GenerationConfig, kwargs: Mappi
     ends = ends if isinstance(ends, (list, tuple)) else [ends]
     if prompt.shape[0] > 1 and pad is not None and pad in ends and bool((prompt[:, 0] == pad).any()):
         raise InvalidRequest(
-            f"a row begins with id {pad}, which is both pad and end of text: pass attention_mask to tell which one is meant"
+            f"a row begins with id {pad}, which is both pad and end of text: "
+            "pass attention_mask to tell which one is meant"
         )

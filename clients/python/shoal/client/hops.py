@@ -12,12 +12,12 @@ import torch
 from shoal.swarm.routing import Hop
 from shoal.v1 import block_server_pb2 as pb
 from shoal.v1.block_server_pb2_grpc import BlockServerServiceStub
-from shoal.wire.errors import Corrupted, ServerUnreachable, ShoalError, TimedOut
 from shoal.wire.clock import from_duration
+from shoal.wire.errors import Corrupted, ServerUnreachable, ShoalError, TimedOut
 from shoal.wire.status import from_rpc_error
 from shoal.wire.tensors import TensorAssembler, encode, pieces
 
-Stream = grpc.aio.StreamStreamCall  # type: ignore[type-arg]
+Stream = grpc.aio.StreamStreamCall[pb.InferRequest, pb.InferResponse]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class HopStream:
         self.hop = hop
         self._opening = opening
         self._connect_timeout_s, self._step_timeout_s = timeouts
-        self._stub = BlockServerServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._stub = BlockServerServiceStub(channel)
         self._call: Stream | None = None
         self._step = 0
 
@@ -93,15 +93,9 @@ class HopStream:
         answer = await self._read(self._step_timeout_s)
         result = answer.step
         after = [start + length for start, length in zip(positions, lengths, strict=True)]
-        if (
-            answer.WhichOneof("frame") != "step"
-            or result.step != self._step
-            or list(result.row_positions) != after
-        ):
+        if answer.WhichOneof("frame") != "step" or result.step != self._step or list(result.row_positions) != after:
             raise self._named(Corrupted(f"the answer to step {self._step} is for another step or position"))
-        assembler = TensorAssembler(
-            result.tensor, expect_dtype=hidden.dtype, expect_shape=tuple(hidden.shape)
-        )
+        assembler = TensorAssembler(result.tensor, expect_dtype=hidden.dtype, expect_shape=tuple(hidden.shape))
         assembler.add(0, result.data)
         while not assembler.complete:
             more = await self._read(self._step_timeout_s)
@@ -178,7 +172,5 @@ class HopStream:
     def _named(self, error: ShoalError) -> ShoalError:
         server = self.hop.server
         error.details.setdefault("server_id", server.server_id)
-        error.add_note(
-            f"at server {server.public_name or server.server_id} ({server.address}), blocks {self.hop.span}"
-        )
+        error.add_note(f"at server {server.public_name or server.server_id} ({server.address}), blocks {self.hop.span}")
         return error

@@ -56,6 +56,5 @@ def refuse_unsupported(options: Mapping[str, Any], where: str) -> None:
         value = options.get(name)
         plain = value is None or isinstance(value, (bool, int, float, str))
         if not (plain and value in unused):
-            raise Unsupported(
-                f"{where}: {name}={value!r} is not supported ({why}); leave it out", option=name
-            )
+            shown = repr(value) if plain else f"<{type(value).__name__}>"
+            raise Unsupported(f"{where}: {name}={shown} is not supported ({why}); leave it out", option=name)

@@ -102,9 +102,9 @@ class RemoteCache(Cache):  # type: ignore[misc]
         """Send hidden states `[rows, columns, hidden]` of the planned step through the remote blocks."""
         plan = self._plan
         if plan is None:
-            raise InvalidRequest(
-                "call the model itself: the blocks alone do not know which tokens are padding"
-            )
+            raise InvalidRequest("call the model itself: the blocks alone do not know which tokens are padding")
+        if sum(plan.lengths) == 0:
+            return torch.zeros_like(hidden)
         if self.session is None:
             longest = max(plan.lengths)
             self.session = self._connection.open_session(

@@ -39,7 +39,7 @@ class RouterRoutes:
 
     async def routes(self, request: RouteRequest) -> list[Route]:
         """Return the router's routes, cheapest first."""
-        stub = RouterServiceStub(self._membership.router)  # type: ignore[no-untyped-call]
+        stub = RouterServiceStub(await self._membership.router())
         try:
             answer = await stub.GetRoute(_to_proto(request), timeout=self._timeout_s)
         except grpc.aio.AioRpcError as error:

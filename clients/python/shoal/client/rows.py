@@ -52,7 +52,8 @@ def plan_rows(mask: torch.Tensor | None, rows: int, columns: int, held: Sequence
         return RowPlan((columns,) * rows, None)
     if mask.dim() != 2:
         raise Unsupported(
-            f"attention_mask with {mask.dim()} dimensions is not supported: pass a [batch, tokens] mask of zeros and ones"
+            f"attention_mask with {mask.dim()} dimensions is not supported: "
+            "pass a [batch, tokens] mask of zeros and ones"
         )
     if mask.shape[0] != rows or mask.shape[1] < columns:
         raise InvalidRequest(
@@ -71,11 +72,9 @@ def plan_rows(mask: torch.Tensor | None, rows: int, columns: int, held: Sequence
 
 
 def _check_runs(real: torch.Tensor) -> None:
-    """Refuse rows that are empty or have padding between real tokens."""
+    """Refuse rows that have padding between real tokens."""
     changes = real.to(torch.int8).diff(dim=1).eq(1).sum(dim=1) + real[:, 0].to(torch.int64)
     for row, runs in enumerate(changes.tolist()):
-        if runs == 0:
-            raise InvalidRequest(f"row {row} of attention_mask is all zeros: a row needs at least one token")
         if runs > 1:
             raise Unsupported(
                 f"row {row} of attention_mask has zeros between ones: padding is supported at the ends of a row only"

@@ -78,7 +78,8 @@ class InferenceSession:
         expected = (self._connection.hidden_size, self._connection.dtype)
         if hidden.dim() != 2 or (hidden.shape[-1], hidden.dtype) != expected:
             raise BadTensor(
-                f"hidden states must be [tokens, {expected[0]}] of {expected[1]}, got {list(hidden.shape)} of {hidden.dtype}"
+                f"hidden states must be [tokens, {expected[0]}] of {expected[1]}, "
+                f"got {list(hidden.shape)} of {hidden.dtype}"
             )
         if len(lengths) != self.rows or sum(lengths) != hidden.shape[0] or hidden.shape[0] == 0:
             raise InvalidRequest(
