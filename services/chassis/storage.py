@@ -1,0 +1,70 @@
+"""Connections to PostgreSQL and Redis with bounds on everything: pool sizes, waits, dead peers.
+
+Does not connect: the first use does. The caller disposes what it made.
+"""
+
+from __future__ import annotations
+
+import redis.asyncio
+from sqlalchemy import URL, make_url
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from shoal.wire.errors import InvalidRequest
+
+CONNECT_TIMEOUT_S = 5
+POOL_WAIT_S = 5.0
+# A blocking read must ask for less than this, or the client takes the quiet server for dead.
+REDIS_SOCKET_TIMEOUT_S = 10.0
+
+
+def database_engine(url: str, pool_size: int = 10) -> AsyncEngine:
+    """Return an engine for `postgresql://...` that survives a restart of the server.
+
+    Raises:
+        InvalidRequest: if the URL is not one of PostgreSQL; it is not repeated, as it may hold a password.
+    """
+    return create_async_engine(
+        database_url(url),
+        pool_size=pool_size,
+        max_overflow=0,
+        pool_timeout=POOL_WAIT_S,
+        pool_pre_ping=True,  # a connection that broke while idle is replaced, not handed out
+        pool_recycle=1800,
+        connect_args={"connect_timeout": CONNECT_TIMEOUT_S},
+    )
+
+
+def database_url(url: str) -> URL:
+    """Return the URL with the driver that works in asyncio and outside of it.
+
+    Raises:
+        InvalidRequest: as `database_engine`.
+    """
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        parsed = None
+    if parsed is None or parsed.drivername.split("+")[0] not in ("postgresql", "postgres"):
+        raise InvalidRequest("the database URL must look like postgresql://USER:PASSWORD@HOST:PORT/NAME")
+    return parsed.set(drivername="postgresql+psycopg")
+
+
+def redis_client(url: str, max_connections: int = 50) -> redis.asyncio.Redis:
+    """Return a client for `redis://...` whose callers wait for a free connection instead of failing.
+
+    Raises:
+        InvalidRequest: if the URL is not one of Redis; it is not repeated, as it may hold a password.
+    """
+    try:
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
+            url,
+            max_connections=max_connections,
+            timeout=POOL_WAIT_S,
+            socket_connect_timeout=CONNECT_TIMEOUT_S,
+            socket_timeout=REDIS_SOCKET_TIMEOUT_S,
+            health_check_interval=15,
+        )
+    except ValueError:
+        raise InvalidRequest("the Redis URL must look like redis://HOST:PORT/0, rediss://... or unix://PATH") from None
+    return redis.asyncio.Redis.from_pool(pool)
