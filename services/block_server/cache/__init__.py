@@ -1,0 +1,1 @@
+"""KV cache in pages: who holds which page, and the tensors behind them."""

@@ -1,0 +1,196 @@
+"""The engine's state and its one move: take messages, run a pass, say what is settled. No threads, no loop.
+
+Owns pool, storage, sessions and waiting steps. A step that fails takes down only the steps of the same pass, and
+their sessions are freed at once. Whatever happens to a session, its pages are freed exactly once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from services.block_server.cache.pool import PagePool
+from services.block_server.cache.rows import SessionRows
+from services.block_server.cache.storage import KvStorage
+from services.block_server.engine.batch import PackedBatch, Segment
+from services.block_server.engine.policy import Share, Waiting
+from services.block_server.engine.work import Close, EngineSession, Open, StepOutcome, Work
+from services.block_server.weights.span_model import SpanModel
+from shoal.swarm.snapshot import Load
+from shoal.wire.errors import CacheFull, SessionLost, ShoalError
+
+_DELAY_SMOOTHING = 0.1
+
+Policy = Callable[[Sequence[Waiting], int], list[Share]]
+Settled = list[tuple[asyncio.Future[Any], Any]]
+
+
+@dataclass(slots=True)
+class _Taken:
+    """A step's share of a pass: tokens `[start, end)` of the batch."""
+
+    work: Work
+    start: int
+    end: int
+
+
+class EngineCore:
+    """Everything that the engine thread owns. `load` and `executed_row_blocks` may be read from anywhere."""
+
+    def __init__(
+        self, model: SpanModel, pool: PagePool, storage: KvStorage, max_step_tokens: int, policy: Policy
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._storage = storage
+        self._max_step_tokens = max_step_tokens
+        self._policy = policy
+        self._sessions: set[EngineSession] = set()
+        self._waiting: dict[int, Work] = {}
+        self._sequence = 0
+        self._settled: Settled = []
+        self._queue_delay_s = 0.0
+        self.executed_row_blocks = 0
+        self.load = Load(pool.free_token_blocks)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step waits."""
+        return bool(self._waiting)
+
+    def accept(self, message: Open | Work | Close) -> None:
+        """Take one message."""
+        match message:
+            case Open(session, reply):
+                self._admit(session, reply)
+            case Close(session, reply):
+                self._release(session, SessionLost("the session was closed while a step was under way"))
+                if reply is not None:
+                    self._settle(reply, self._pool.free_token_blocks)
+            case Work() if message.session.cache is None:
+                self._settle(message.reply, SessionLost("the session has ended on this server; open a new one"))
+            case Work():
+                self._sequence += 1
+                message.arrival = message.turn = self._sequence
+                self._waiting[message.arrival] = message
+
+    def iterate(self) -> None:
+        """Run one pass over what the policy chooses, if anything waits."""
+        waiting = [
+            Waiting(key, work.arrival, work.turn, work.tokens - work.done, work.session.span, work.decode)
+            for key, work in self._waiting.items()
+        ]
+        shares = self._policy(waiting, self._max_step_tokens) if waiting else []
+        if shares:
+            taken = _lay_out(self._waiting, shares)
+            try:
+                self._pass(taken)
+            except Exception as error:  # noqa: BLE001 - a defect met by one pass must not stop the others
+                self._fail(taken, error)
+        queued = sum(len(work.row_lengths) for work in self._waiting.values())
+        self.load = Load(self._pool.free_token_blocks, len(self._sessions), queued, self._queue_delay_s)
+
+    def take_settled(self) -> Settled:
+        """Return futures with their results or errors, once."""
+        settled, self._settled = self._settled, []
+        return settled
+
+    def end(self, error: ShoalError) -> None:
+        """Fail all that waits with `error` and free every session."""
+        for session in list(self._sessions):
+            self._release(session, error)
+
+    def _admit(self, session: EngineSession, reply: asyncio.Future[int]) -> None:
+        try:
+            session.cache = SessionRows(self._pool, session.rows, session.max_tokens)
+        except CacheFull as error:
+            self._settle(reply, error)
+            return
+        self._sessions.add(session)
+        self._settle(reply, self._pool.free_token_blocks)
+
+    def _release(self, session: EngineSession, error: Exception) -> None:
+        if session.cache is None:
+            return
+        session.cache.free()
+        session.cache = None
+        self._sessions.remove(session)
+        for key in [key for key, work in self._waiting.items() if work.session is session]:
+            self._settle(self._waiting.pop(key).reply, error)
+
+    def _pass(self, taken: Sequence[_Taken]) -> None:
+        started_s = time.perf_counter()
+        segments = [segment for share in taken for segment in _segments(share)]
+        span = taken[0].work.session.span
+        batch = PackedBatch(segments, self._storage, self._model.span.start)
+        hidden = torch.cat([s.work.hidden[s.work.done : s.work.done + s.end - s.start] for s in taken])
+        output = self._model.forward(hidden.to(self._storage.device), batch, span).to("cpu")
+        for segment in segments:
+            segment.row.length = segment.total
+        spent_s = time.perf_counter() - started_s
+        self.executed_row_blocks += hidden.shape[0] * len(span)
+        self._sequence += 1
+        for share in taken:
+            self._credit(share, output, started_s, spent_s, len(taken))
+
+    def _credit(self, share: _Taken, output: torch.Tensor, started_s: float, spent_s: float, packed: int) -> None:
+        work = share.work
+        if work.started_s is None:
+            work.started_s = started_s
+            if work.decode:
+                waited_s = started_s - work.posted_s
+                self._queue_delay_s += _DELAY_SMOOTHING * (waited_s - self._queue_delay_s)
+        work.parts.append(output[share.start : share.end])
+        work.done += share.end - share.start
+        work.engine_s += spent_s
+        work.turn = self._sequence
+        cache = work.session.cache
+        if work.done < work.tokens or cache is None:
+            return
+        del self._waiting[work.arrival]
+        outcome = StepOutcome(
+            hidden=work.parts[0] if len(work.parts) == 1 else torch.cat(work.parts),
+            row_positions=tuple(row.length for row in cache.rows),
+            queue_s=work.started_s - work.posted_s,
+            engine_s=work.engine_s,
+            packed_sessions=packed,
+        )
+        self._settle(work.reply, outcome)
+
+    def _fail(self, taken: Sequence[_Taken], error: Exception) -> None:
+        for share in taken:
+            self._release(share.work.session, error)
+
+    def _settle(self, reply: asyncio.Future[Any], result: Any) -> None:
+        self._settled.append((reply, result))
+
+
+def _lay_out(waiting: dict[int, Work], shares: Sequence[Share]) -> list[_Taken]:
+    taken, start = [], 0
+    for share in shares:
+        taken.append(_Taken(waiting[share.key], start, start + share.tokens))
+        start += share.tokens
+    return taken
+
+
+def _segments(share: _Taken) -> list[Segment]:
+    """Cut a share into rows and hold pages for the new tokens."""
+    work, cache = share.work, share.work.session.cache
+    if cache is None:
+        raise ValueError("a freed session was chosen for a pass")
+    segments, position, start = [], 0, share.start
+    last_token = work.done + share.end - share.start
+    for index, length in enumerate(work.row_lengths):
+        count = min(position + length, last_token) - max(position, work.done)
+        position += length
+        if count > 0:
+            cache.grow(index, count)
+            row = cache.rows[index]
+            segments.append(Segment(row, start, start + count, row.length))
+            start += count
+    return segments

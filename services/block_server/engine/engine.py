@@ -1,0 +1,169 @@
+"""The engine: one thread that turns waiting steps of all sessions into forward passes.
+
+All methods are for the event loop that started it. Closing a session at any moment frees all that it holds,
+exactly once, before the next pass. What a pass computes and what is freed when is `EngineCore`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from services.block_server.cache.pool import PagePool
+from services.block_server.cache.storage import KvStorage
+from services.block_server.engine.core import EngineCore, Policy, Settled
+from services.block_server.engine.policy import choose
+from services.block_server.engine.work import EngineSession, Mailbox, Open, StepOutcome, Work
+from services.block_server.weights.span_model import SpanModel
+from shoal.swarm.snapshot import Load
+from shoal.swarm.spans import Span
+from shoal.wire.errors import Unavailable
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Limits of an engine: tokens per pass, requests that may wait, threads of torch (0: leave as they are)."""
+
+    max_step_tokens: int = 256
+    max_waiting: int = 1024
+    threads: int = 0
+
+
+class Engine:
+    """Runs a span's blocks for sessions. Start it once; stop it from the same event loop."""
+
+    def __init__(
+        self,
+        model: SpanModel,
+        pool: PagePool,
+        storage: KvStorage,
+        options: EngineOptions,
+        policy: Policy = choose,
+    ) -> None:
+        self._core = EngineCore(model, pool, storage, options.max_step_tokens, policy)
+        self._options = options
+        self._mailbox = Mailbox(options.max_waiting)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._stopped = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Start the thread; results come back to the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Fail what waits, free everything, end the thread. Harmless before `start` and after the end."""
+        self._mailbox.shut()
+        if self._loop is not None:
+            await self._stopped.wait()
+            self._thread.join()
+
+    async def wait_stopped(self) -> None:
+        """Wait until the thread has ended, for whatever reason."""
+        await self._stopped.wait()
+
+    async def open(self, span: Span, rows: int, max_tokens: int) -> tuple[EngineSession, int]:
+        """Admit a session on the blocks of `span`; returns it and the free cache after it, in tokens x blocks.
+
+        Raises:
+            CacheFull: if the pool has too few free pages.
+            QueueFull, Unavailable: if the engine takes no more.
+        """
+        session = EngineSession(span, rows, max_tokens)
+        reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._mailbox.post(Open(session, reply))
+        admitted = False
+        try:
+            free_token_blocks = await reply
+            admitted = True
+        finally:
+            # A caller that is cancelled here never learns of the session: nobody else would free it.
+            if not admitted:
+                self.discard(session)
+        return session, free_token_blocks
+
+    async def step(self, session: EngineSession, row_lengths: Sequence[int], hidden: torch.Tensor) -> StepOutcome:
+        """Compute new tokens of all rows: `hidden` is `[tokens, hidden]`, rows one after the other.
+
+        The caller has checked shapes, lengths and limits, and has one step of a session under way at a time.
+
+        Raises:
+            SessionLost: if a step of the session failed before, or it is closed.
+            QueueFull, Unavailable: if the engine takes no more.
+        """
+        reply: asyncio.Future[StepOutcome] = asyncio.get_running_loop().create_future()
+        self._mailbox.post(Work(session, tuple(row_lengths), hidden, reply, posted_s=time.perf_counter()))
+        return await reply
+
+    async def close(self, session: EngineSession) -> int:
+        """Free a session and return the free cache after it, in tokens x blocks.
+
+        Raises:
+            Unavailable: if the engine has stopped; everything is free then.
+        """
+        reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        if self._mailbox.post_close(session, reply):
+            return await reply
+        return self.load().free_token_blocks
+
+    def discard(self, session: EngineSession) -> None:
+        """Free a session without waiting; harmless if it is closed or the engine has stopped."""
+        try:
+            self._mailbox.post_close(session)
+        except Unavailable:
+            return
+
+    def load(self) -> Load:
+        """Return free cache, open sessions, waiting rows and the smoothed wait of decode steps."""
+        return self._core.load
+
+    @property
+    def executed_row_blocks(self) -> int:
+        """Tokens x blocks computed since the start."""
+        return self._core.executed_row_blocks
+
+    def _run(self) -> None:
+        if self._options.threads:
+            torch.set_num_threads(self._options.threads)
+        try:
+            with torch.inference_mode():
+                shut = False
+                while not shut:
+                    messages, shut = self._mailbox.take(wait=not self._core.busy)
+                    for message in messages:
+                        self._core.accept(message)
+                    if not shut:
+                        self._core.iterate()
+                    self._post(self._core.take_settled())
+        finally:
+            self._mailbox.shut()
+            for message in self._mailbox.take(wait=False)[0]:
+                self._core.accept(message)
+            self._core.end(Unavailable("the server is stopping; use another one"))
+            self._post(self._core.take_settled(), last=True)
+
+    def _post(self, settled: Settled, last: bool = False) -> None:
+        if self._loop is None or not (settled or last):
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._deliver, settled, last)
+        except RuntimeError:
+            # The loop was closed without stopping the engine: nobody waits for results any more.
+            self._mailbox.shut()
+
+    def _deliver(self, settled: Settled, last: bool) -> None:
+        for reply, result in settled:
+            if reply.done():
+                continue
+            if isinstance(result, BaseException):
+                reply.set_exception(result)
+            else:
+                reply.set_result(result)
+        if last:
+            self._stopped.set()

@@ -1,0 +1,150 @@
+"""What passes between the event loop and the engine thread: sessions, steps, their outcomes, and the mailbox.
+
+The loop side owns futures; the engine side owns everything else of a session once it was posted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from services.block_server.cache.rows import SessionRows
+from shoal.swarm.spans import Span
+from shoal.wire.errors import QueueFull, Unavailable
+
+
+@dataclass(slots=True, eq=False)
+class EngineSession:
+    """A session's place in the engine.
+
+    `cache` belongs to the engine thread: None before admission and after the end. `closing` is the mailbox's, set
+    under its lock.
+    """
+
+    span: Span
+    rows: int
+    max_tokens: int
+    cache: SessionRows | None = None
+    closing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """Result of a step: hidden states `[tokens, hidden]`, tokens held per row, and where the time went."""
+
+    hidden: torch.Tensor
+    row_positions: tuple[int, ...]
+    queue_s: float
+    engine_s: float
+    packed_sessions: int
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One step on its way through the engine."""
+
+    session: EngineSession
+    row_lengths: tuple[int, ...]
+    hidden: torch.Tensor
+    reply: asyncio.Future[StepOutcome]
+    posted_s: float
+    arrival: int = 0
+    turn: int = 0
+    done: int = 0
+    started_s: float | None = None
+    engine_s: float = 0.0
+    packed: int = 0
+    parts: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole step."""
+        return self.hidden.shape[0]
+
+    @property
+    def decode(self) -> bool:
+        """Whether each row brings at most one token."""
+        return max(self.row_lengths) <= 1
+
+
+@dataclass(slots=True, eq=False)
+class Open:
+    """Reserve cache for a session; the reply is the free cache after it, in tokens x blocks."""
+
+    session: EngineSession
+    reply: asyncio.Future[int]
+
+
+@dataclass(slots=True, eq=False)
+class Close:
+    """Free a session; the reply, if wanted, is the free cache after it."""
+
+    session: EngineSession
+    reply: asyncio.Future[int] | None
+
+
+Message = Open | Work | Close
+
+
+class Mailbox:
+    """Messages to the engine thread, in order. At most `limit` opens and steps wait at a time."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._changed = threading.Condition()
+        self._messages: list[Message] = []
+        self._bounded = 0
+        self._shut = False
+
+    def post(self, message: Open | Work) -> None:
+        """Add a message.
+
+        Raises:
+            QueueFull: if too many wait.
+            Unavailable: if the engine has stopped.
+        """
+        with self._changed:
+            self._check_running()
+            if self._bounded >= self._limit:
+                raise QueueFull(f"{self._limit} requests wait for the engine; try later or another server")
+            self._bounded += 1
+            self._messages.append(message)
+            self._changed.notify()
+
+    def post_close(self, session: EngineSession, reply: asyncio.Future[int] | None = None) -> bool:
+        """Add a close, once per session: the next ones do nothing and return False. Never refused for lack of room.
+
+        Raises:
+            Unavailable: if the engine has stopped; it has freed everything then.
+        """
+        with self._changed:
+            if session.closing:
+                return False
+            session.closing = True
+            self._check_running()
+            self._messages.append(Close(session, reply))
+            self._changed.notify()
+            return True
+
+    def take(self, wait: bool) -> tuple[Sequence[Message], bool]:
+        """Take all messages, waiting for the first if `wait`; the flag tells whether the mailbox was shut."""
+        with self._changed:
+            while wait and not self._messages and not self._shut:
+                self._changed.wait()
+            messages, self._messages = self._messages, []
+            self._bounded = 0
+            return messages, self._shut
+
+    def shut(self) -> None:
+        """Take no more messages and wake the engine; what was posted before can still be taken."""
+        with self._changed:
+            self._shut = True
+            self._changed.notify()
+
+    def _check_running(self) -> None:
+        if self._shut:
+            raise Unavailable("the server is stopping; use another one")

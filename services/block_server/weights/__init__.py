@@ -1,0 +1,1 @@
+"""Transformers' own decoder layers, filled with exactly the span's tensors."""

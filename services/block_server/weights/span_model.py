@@ -1,0 +1,79 @@
+"""The blocks of one span, loaded and callable on packed batches.
+
+Layers are built on meta, so nothing is ever initialised at random: each parameter is filled exactly once from the
+checkpoint, or loading fails by name. Nothing outside the span is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from services.block_server.engine.batch import PackedBatch
+from services.block_server.weights.layers import Layers, layers_of
+from shoal.models.checkpoint import Checkpoint, load_class, span_names
+from shoal.models.families import Family
+from shoal.swarm.spans import Span
+from shoal.wire.errors import Corrupted, SpanMismatch, Unsupported
+
+
+class SpanModel:
+    """Decoder layers of `span`, in one element type on one device. Build with `load_span`."""
+
+    def __init__(self, family: Family, span: Span, layers: Layers, blocks: list[Any], dtype: torch.dtype) -> None:
+        self.family = family
+        self.span = span
+        self.dtype = dtype
+        self._layers = layers
+        self._blocks = blocks
+
+    def forward(self, hidden: torch.Tensor, batch: PackedBatch, span: Span) -> torch.Tensor:
+        """Run the blocks of `span`, part of this model's, over `[tokens, hidden]`; returns the same shape."""
+        states = hidden[None]
+        shared = self._layers.begin(states, batch)
+        for block in span.blocks():
+            states = self._layers.call(self._blocks[block - self.span.start], states, shared)
+        return states[0]
+
+
+def load_span(checkpoint: Checkpoint, span: Span, dtype: torch.dtype, device: torch.device) -> SpanModel:
+    """Load the blocks of a span.
+
+    Raises:
+        SpanMismatch: if the model has not that many blocks.
+        NotFound: naming tensors and files that are missing.
+        Corrupted: if a file is damaged or a tensor has the wrong shape.
+    """
+    family = checkpoint.family
+    if span.end > family.num_blocks:
+        raise SpanMismatch(f"blocks {span} asked for, the model has {family.num_blocks}")
+    # Fails before a single tensor is read if any file of the span is missing.
+    checkpoint.files_of(span_names(family, span))
+    layers = layers_of(family, device)
+    blocks = [_load_block(checkpoint, layers, block, dtype, device) for block in span.blocks()]
+    return SpanModel(family, span, layers, blocks, dtype)
+
+
+def _load_block(checkpoint: Checkpoint, layers: Layers, block: int, dtype: torch.dtype, device: torch.device) -> Any:
+    family = checkpoint.family
+    with torch.device("meta"):
+        layer = load_class(family.row.layer_class)(layers.config, layer_idx=block)
+    prefix = family.block_prefix(block)
+    stored = checkpoint.read(span_names(family, Span(block, block + 1)))
+    for name, expected in layer.state_dict().items():
+        found = stored[prefix + name]
+        if found.shape != expected.shape:
+            raise Corrupted(f"tensor {prefix + name} has shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
+    # A copy: the file may be replaced while the server runs.
+    state = {
+        name.removeprefix(prefix): tensor.to(device=device, dtype=dtype, copy=True) for name, tensor in stored.items()
+    }
+    layer.load_state_dict(state, strict=True, assign=True)
+    for name, tensor in itertools.chain(layer.named_parameters(), layer.named_buffers()):
+        if tensor.is_meta:
+            raise Unsupported(f"tensor {prefix + name} of family {family.name} is not in the checkpoint")
+    layers.prepare(layer)
+    layer.eval().requires_grad_(False)
+    return layer
