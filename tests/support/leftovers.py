@@ -49,7 +49,10 @@ def _left(before: Counter[str]) -> list[str]:
 def _held() -> Counter[str]:
     """Count what the process holds, by a name for each thing that a person can recognise."""
     held = Counter(
-        f"thread {thread.name}" for thread in threading.enumerate() if type(thread).__name__ != "TMonitor"
+        f"thread {thread.name}"
+        for thread in threading.enumerate()
+        # A dummy is a thread of gRPC's own pool that has called Python once; a TMonitor is tqdm's.
+        if type(thread).__name__ not in ("TMonitor", "_DummyThread")
     )
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
