@@ -33,7 +33,6 @@ from shoal.wire.identity import IdentityKey
 from shoal.wire.status import abort_with
 from shoal.wire.tensors import TensorAssembler, encode, pieces
 from shoal.wire.tls import make_certificate, server_credentials
-
 from tests.support.tiny_models import load_reference
 
 
@@ -51,7 +50,7 @@ class Blocks:
     @torch.no_grad()
     def __call__(self, hidden: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         outputs = []
-        for row, part in enumerate(hidden.split(lengths)):
+        for row, part in enumerate(torch.split(hidden, lengths)):
             if len(part):
                 outputs.append(self._row(row, part[None])[0])
         self.positions = [held + new for held, new in zip(self.positions, lengths, strict=True)]
@@ -116,6 +115,10 @@ class FakeBlockServer(BlockServerServiceServicer):
     async def stop(self) -> None:
         """Stop at once."""
         await self._grpc.stop(None)
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
+        """Not scripted."""
+        raise NotImplementedError
 
     async def Infer(
         self, request_iterator: AsyncIterator[pb.InferRequest], context: Any
