@@ -110,6 +110,11 @@ class TensorAssembler:
         """Whether all bytes have come."""
         return self._filled == self._total
 
+    @property
+    def missing_bytes(self) -> int:
+        """How many bytes are still to come."""
+        return self._total - self._filled
+
     def add(self, offset: int, data: bytes) -> None:
         """Take the next piece.
 
@@ -146,16 +151,12 @@ def _check_header(header: common.TensorHeader, dtype: torch.dtype, shape: tuple[
     if sent_dtype != dtype:
         raise BadTensor(f"tensor is {sent_dtype}, expected {dtype}")
     if not 1 <= len(header.shape) <= _MAX_DIMENSIONS or min(header.shape) < 1:
-        raise BadTensor(
-            f"tensor shape {list(header.shape)[:_MAX_DIMENSIONS]} needs 1 to 8 sizes of at least 1"
-        )
+        raise BadTensor(f"tensor shape {list(header.shape)[:_MAX_DIMENSIONS]} needs 1 to 8 sizes of at least 1")
     if tuple(header.shape) != tuple(shape):
         raise BadTensor(f"tensor has shape {list(header.shape)}, expected {list(shape)}")
     size = math.prod(header.shape) * dtype.itemsize
     if header.total_bytes != size:
-        raise BadTensor(
-            f"tensor of shape {list(header.shape)} has {size} bytes, the header says {header.total_bytes}"
-        )
+        raise BadTensor(f"tensor of shape {list(header.shape)} has {size} bytes, the header says {header.total_bytes}")
     if size > MAX_TENSOR_BYTES:
         raise BadTensor(f"tensor has {size} bytes, allowed are {MAX_TENSOR_BYTES}")
 

@@ -1,0 +1,210 @@
+"""Checks frames of an `Infer` stream against what the server is and where the session stands. Pure.
+
+Every check is made before anything is allocated. What comes back holds only values that passed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from services.block_server.facts import Facts
+from shoal.swarm.spans import Span
+from shoal.v1 import block_server_pb2 as pb
+from shoal.v1 import common_pb2
+from shoal.wire.clock import from_timestamp
+from shoal.wire.errors import (
+    BadTensor,
+    BlockHashMismatch,
+    Corrupted,
+    InvalidRequest,
+    NotFound,
+    SpanMismatch,
+    StepOutOfOrder,
+    TimedOut,
+    TooLong,
+    UnknownModel,
+    Unsupported,
+)
+from shoal.wire.records import check_protocol, model_from_proto, span_from_proto
+from shoal.wire.tensors import TensorAssembler, check_codec, dtype_from_wire
+
+_SESSION_ID = re.compile(r"[0-9a-f]{32}")
+_HASH_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class SessionPlan:
+    """A session as it was asked for. `deadline_s` is wall-clock time, infinite if there is none."""
+
+    session_id: str
+    span: Span
+    rows: int
+    max_tokens: int
+    codec: common_pb2.Codec.ValueType
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A step that may run. `row_positions` are the positions after it."""
+
+    step: int
+    row_lengths: tuple[int, ...]
+    row_positions: tuple[int, ...]
+    input_digest: bytes
+    deadline_s: float
+
+
+def check_open(opening: pb.OpenSession, facts: Facts, now_s: float) -> SessionPlan:
+    """Check the opening frame.
+
+    Raises:
+        ShoalError: saying what does not fit: protocol, ids, model, span, hashes, formats, sizes, options, deadline.
+    """
+    check_protocol(opening.protocol, "the client")
+    if not _SESSION_ID.fullmatch(opening.session_id):
+        raise InvalidRequest("session_id needs 32 lower-case hexadecimal digits")
+    if opening.server_id != facts.server_id:
+        raise NotFound(f"this server is {facts.server_id}, the session is meant for {opening.server_id[:64]!r}")
+    if model_from_proto(opening.model) != facts.model:
+        raise UnknownModel(f"this server holds {facts.model}; ask the registry which servers hold yours")
+    span = span_from_proto(opening.span)
+    if not facts.span.covers(span):
+        raise SpanMismatch(f"blocks {span} asked for, this server holds {facts.span}")
+    _check_hashes(opening.block_hashes, span, facts)
+    _check_formats(opening, facts)
+    _check_sizes(opening, facts)
+    deadline_s = _deadline(opening, now_s)
+    return SessionPlan(opening.session_id, span, opening.rows, opening.max_tokens, opening.codec, deadline_s)
+
+
+def check_step(
+    request: pb.StepRequest, plan: SessionPlan, positions: Sequence[int], number: int, now_s: float
+) -> StepPlan:
+    """Check a step: it must be step `number`, on rows that hold `positions` tokens.
+
+    Raises:
+        StepOutOfOrder: if number or positions are not the server's; the details have both.
+        InvalidRequest, TooLong, TimedOut: if lengths or deadline are wrong.
+    """
+    if request.step != number or request.acknowledged_step > number:
+        raise StepOutOfOrder(
+            f"step {request.step} came, step {number} is next", step=str(number), positions=_text(positions)
+        )
+    if len(request.row_positions) != plan.rows or len(request.row_lengths) != plan.rows:
+        raise InvalidRequest(f"row_positions and row_lengths need {plan.rows} entries each, one for each row")
+    if list(request.row_positions) != list(positions):
+        raise StepOutOfOrder(
+            "the rows' positions are not the server's; roll back or replay",
+            step=str(number),
+            positions=_text(positions),
+        )
+    after = tuple(held + new for held, new in zip(positions, request.row_lengths, strict=True))
+    if max(after) > plan.max_tokens:
+        raise TooLong(f"a row would hold {max(after)} tokens, the session was opened for {plan.max_tokens}")
+    if not any(request.row_lengths):
+        raise InvalidRequest("a step needs at least one token")
+    if request.input_digest and len(request.input_digest) != _HASH_BYTES:
+        raise InvalidRequest("input_digest needs 32 bytes or none")
+    return StepPlan(number, tuple(request.row_lengths), after, request.input_digest, _deadline(request, now_s))
+
+
+def begin_tensor(request: pb.StepRequest, facts: Facts) -> TensorAssembler:
+    """Check the header of a checked step's tensor and take its first bytes.
+
+    Raises:
+        BadTensor, TooLong, Unsupported: if it does not fit the step or is too large.
+    """
+    shape = (sum(request.row_lengths), facts.family.hidden_size)
+    if math.prod(shape) * facts.dtype.itemsize > facts.max_tensor_bytes:
+        raise TooLong(f"a step of {shape[0]} tokens is too large, send at most {max_step(facts)}")
+    assembler = TensorAssembler(request.tensor, expect_dtype=facts.dtype, expect_shape=shape)
+    assembler.add(0, request.data)
+    return assembler
+
+
+def max_step(facts: Facts) -> int:
+    """Return how many tokens one step may have over all rows."""
+    return facts.max_tensor_bytes // (facts.family.hidden_size * facts.dtype.itemsize)
+
+
+def check_chunk(chunk: pb.TensorChunk, number: int) -> None:
+    """Check that a chunk belongs to the step under way.
+
+    Raises:
+        StepOutOfOrder: if not.
+    """
+    if chunk.step != number:
+        raise StepOutOfOrder(f"a chunk of step {chunk.step} came during step {number}", step=str(number))
+
+
+def finish_tensor(assembler: TensorAssembler, plan: StepPlan) -> torch.Tensor:
+    """Return the step's activations `[tokens, hidden]`.
+
+    NaN and infinity are refused: they would spoil the session's cache for good, and the answer would blame this
+    server for what came before it.
+
+    Raises:
+        BadTensor: if it is cut short or not finite.
+        Corrupted: if checksum or digest do not fit.
+    """
+    hidden = assembler.tensor()
+    if plan.input_digest and hashlib.sha256(hidden.view(torch.uint8).numpy().data).digest() != plan.input_digest:
+        raise Corrupted("the step's bytes do not fit input_digest; they changed on the way")
+    if not bool(torch.isfinite(hidden).all()):
+        raise BadTensor("the step's activations have NaN or infinity")
+    return hidden
+
+
+def _check_hashes(hashes: Sequence[bytes], span: Span, facts: Facts) -> None:
+    if not hashes:
+        return
+    if len(hashes) != len(span) or any(len(digest) != _HASH_BYTES for digest in hashes):
+        raise InvalidRequest(f"block_hashes needs 32 bytes for each of the {len(span)} blocks of {span}, or none")
+    for block, digest in zip(span.blocks(), hashes, strict=True):
+        if digest != facts.block_hashes[block - facts.span.start]:
+            raise BlockHashMismatch(f"this server holds other weights for block {block}", block=str(block))
+
+
+def _check_formats(opening: pb.OpenSession, facts: Facts) -> None:
+    if dtype_from_wire(opening.activation_dtype) != facts.dtype:
+        raise Unsupported(f"this server takes activations only as {facts.dtype}")
+    check_codec(opening.codec)
+    if opening.adapter:
+        raise Unsupported("this server has no adapters")
+    if opening.push_key or opening.HasField("next_hop"):
+        raise Unsupported("this server does not push to a next hop; leave push_key and next_hop out")
+    if opening.bid_micropoints or opening.ticket:
+        raise Unsupported("points are not in use here; leave bid_micropoints and ticket out")
+
+
+def _check_sizes(opening: pb.OpenSession, facts: Facts) -> None:
+    if not 1 <= opening.rows <= facts.capacity.max_session_rows:
+        raise InvalidRequest(f"rows must be 1 to {facts.capacity.max_session_rows}, got {opening.rows}")
+    if opening.max_tokens < 1:
+        raise InvalidRequest("max_tokens must be at least 1")
+    if opening.max_tokens > facts.capacity.max_session_tokens:
+        raise TooLong(
+            f"the session wants {opening.max_tokens} tokens per row, this server takes "
+            f"{facts.capacity.max_session_tokens}",
+            max_session_tokens=str(facts.capacity.max_session_tokens),
+        )
+
+
+def _deadline(message: pb.OpenSession | pb.StepRequest, now_s: float) -> float:
+    if not message.HasField("deadline"):
+        return math.inf
+    deadline_s = from_timestamp(message.deadline)
+    if deadline_s <= now_s:
+        raise TimedOut("the deadline has passed already")
+    return deadline_s
+
+
+def _text(positions: Sequence[int]) -> str:
+    return ",".join(str(position) for position in positions)

@@ -1,0 +1,80 @@
+"""`BlockServerService`: translates calls into sessions on the engine, and tells about the server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import grpc.aio
+
+from services.block_server.engine.engine import Engine
+from services.block_server.facts import Facts, Lifecycle
+from services.block_server.session import InferSession
+from services.chassis.auth import MethodPolicy, allow
+from shoal.v1 import block_server_pb2 as pb
+from shoal.v1 import block_server_pb2_grpc, common_pb2
+from shoal.wire.errors import Exhausted
+from shoal.wire.records import check_protocol, load_to_proto, state_to_proto
+from shoal.wire.tokens import Role
+
+SERVICE = "shoal.v1.BlockServerService"
+
+
+def policy() -> Mapping[str, MethodPolicy]:
+    """Return who may call what: users, operators and other servers may use all of it."""
+    everyone = allow(Role.USER, Role.OPERATOR, Role.SERVER)
+    return MappingProxyType({f"/{SERVICE}/Infer": everyone, f"/{SERVICE}/GetServerInfo": everyone})
+
+
+class BlockServer(block_server_pb2_grpc.BlockServerServiceServicer):
+    """The servicer. `record` gives the server's newest signed record."""
+
+    def __init__(
+        self, facts: Facts, lifecycle: Lifecycle, engine: Engine, record: Callable[[], common_pb2.SignedEnvelope]
+    ) -> None:
+        self._facts = facts
+        self._lifecycle = lifecycle
+        self._engine = engine
+        self._record = record
+        self._streams = 0
+
+    @property
+    def open_streams(self) -> int:
+        """Number of `Infer` streams that have not ended."""
+        return self._streams
+
+    async def Infer(
+        self,
+        request_iterator: AsyncIterator[pb.InferRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        """Serve one session; see `InferSession`.
+
+        Raises:
+            ShoalError: what was wrong; the stream ends with it and the session is freed.
+        """
+        if self._streams >= self._facts.max_sessions:
+            raise Exhausted(f"this server has {self._facts.max_sessions} sessions; use another one or try later")
+        self._streams += 1
+        try:
+            frames = aiter(request_iterator)
+            await InferSession(self._facts, self._lifecycle, self._engine, frames, context.write).run()
+        finally:
+            self._streams -= 1
+
+    async def GetServerInfo(
+        self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.GetServerInfoResponse:
+        """Tell record, state, load and work done.
+
+        Raises:
+            Incompatible: if the caller speaks another wire protocol.
+        """
+        check_protocol(request.protocol, "the caller")
+        return pb.GetServerInfoResponse(
+            record=self._record(),
+            state=state_to_proto(self._lifecycle.state),
+            load=load_to_proto(self._engine.load()),
+            executed_row_blocks=self._engine.executed_row_blocks,
+        )

@@ -1,0 +1,165 @@
+"""One `Infer` stream from its opening frame to its end, however it ends.
+
+Frames are taken strictly in order and one step is under way at a time, so a slow reader holds at most one step's
+tensors here. Whatever ends the stream, the session's cache is free afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+import torch
+from google.protobuf.message import DecodeError
+
+from services.block_server.engine.engine import Engine
+from services.block_server.engine.work import EngineSession, StepOutcome
+from services.block_server.facts import Facts, Lifecycle
+from services.block_server.frames import (
+    SessionPlan,
+    StepPlan,
+    begin_tensor,
+    check_chunk,
+    check_open,
+    check_step,
+    finish_tensor,
+)
+from shoal.v1 import block_server_pb2 as pb
+from shoal.v1 import common_pb2
+from shoal.wire.clock import now_s, to_duration
+from shoal.wire.errors import BadTensor, InvalidRequest, TimedOut
+from shoal.wire.records import PROTOCOL
+from shoal.wire.tensors import encode, pieces
+
+# Smaller tensors are turned into bytes faster than a thread could be asked to do it.
+_ENCODE_IN_THREAD_BYTES = 1024 * 1024
+
+Send = Callable[[pb.InferResponse], Awaitable[None]]
+
+
+class InferSession:
+    """Answers the frames of one stream through `send`."""
+
+    def __init__(
+        self,
+        facts: Facts,
+        lifecycle: Lifecycle,
+        engine: Engine,
+        frames: AsyncIterator[pb.InferRequest],
+        send: Send,
+    ) -> None:
+        self._facts = facts
+        self._lifecycle = lifecycle
+        self._engine = engine
+        self._frames = frames
+        self._send = send
+        self._deadline_s = math.inf
+        self._number = 0
+        self._positions: tuple[int, ...] = ()
+
+    async def run(self) -> None:
+        """Serve the stream to its end.
+
+        Raises:
+            ShoalError: what was wrong; the session is over then.
+        """
+        first = await self._next(self._facts.open_timeout_s)
+        if first is None or first.WhichOneof("frame") != "open":
+            raise InvalidRequest("the first frame of a stream must be `open`")
+        plan = check_open(first.open, self._facts, now_s())
+        self._lifecycle.check_accepts()
+        self._deadline_s = plan.deadline_s
+        self._positions = (0,) * plan.rows
+        session, free_token_blocks = await self._engine.open(plan.span, plan.rows, plan.max_tokens)
+        try:
+            opened = pb.SessionOpened(
+                protocol=PROTOCOL, server_id=self._facts.server_id, free_token_blocks=free_token_blocks
+            )
+            await self._send(pb.InferResponse(opened=opened))
+            await self._serve(plan, session)
+        finally:
+            self._engine.discard(session)
+
+    async def _serve(self, plan: SessionPlan, session: EngineSession) -> None:
+        while (frame := await self._next(self._facts.idle_timeout_s)) is not None:
+            match frame.WhichOneof("frame"):
+                case "step":
+                    await self._answer_step(frame.step, plan, session)
+                case "close":
+                    free = await self._engine.close(session)
+                    closed = pb.SessionClosed(steps=self._number, free_token_blocks=free)
+                    await self._send(pb.InferResponse(closed=closed))
+                    return
+                case "chunk":
+                    raise InvalidRequest("a chunk came although no tensor is incomplete")
+                case "open":
+                    raise InvalidRequest("the session is open already; a stream holds one session")
+                case _:
+                    raise InvalidRequest("a frame came that carries nothing this server knows")
+
+    async def _answer_step(self, request: pb.StepRequest, plan: SessionPlan, session: EngineSession) -> None:
+        step = check_step(request, plan, self._positions, self._number, now_s())
+        hidden = await self._receive(request, step)
+        wait_s = min(self._deadline_s, step.deadline_s) - now_s()
+        try:
+            async with asyncio.timeout(None if math.isinf(wait_s) else wait_s):
+                outcome = await self._engine.step(session, step.row_lengths, hidden)
+        except TimeoutError:
+            raise TimedOut(f"step {step.step} was not done before its deadline") from None
+        self._positions = outcome.row_positions
+        self._number += 1
+        if outcome.hidden.nbytes > _ENCODE_IN_THREAD_BYTES:
+            header, view = await asyncio.to_thread(encode, outcome.hidden, plan.codec)
+        else:
+            header, view = encode(outcome.hidden, plan.codec)
+        for answer in _answers(step, outcome, header, view):
+            await self._send(answer)
+
+    async def _receive(self, request: pb.StepRequest, step: StepPlan) -> torch.Tensor:
+        assembler = begin_tensor(request, self._facts)
+        while not assembler.complete:
+            frame = await self._next(self._facts.idle_timeout_s)
+            if frame is None or frame.WhichOneof("frame") != "chunk":
+                raise BadTensor(f"step {step.step} is cut short: {assembler.missing_bytes} bytes did not come")
+            check_chunk(frame.chunk, step.step)
+            assembler.add(frame.chunk.offset, frame.chunk.data)
+        return finish_tensor(assembler, step)
+
+    async def _next(self, timeout_s: float) -> pb.InferRequest | None:
+        """Return the next frame, None at the end of the stream."""
+        wait_s = min(timeout_s, self._deadline_s - now_s())
+        started_s = time.monotonic()
+        try:
+            async with asyncio.timeout(wait_s):
+                return await anext(self._frames)
+        except StopAsyncIteration:
+            return None
+        except DecodeError:
+            raise InvalidRequest("a frame came that is not an InferRequest") from None
+        except TimeoutError:
+            waited_s = time.monotonic() - started_s
+            raise TimedOut(f"no frame came for {waited_s:.0f} s; the session is over, open a new one") from None
+
+
+def _answers(
+    step: StepPlan, outcome: StepOutcome, header: common_pb2.TensorHeader, view: memoryview
+) -> Iterator[pb.InferResponse]:
+    for offset, data in pieces(view):
+        if offset:
+            yield pb.InferResponse(chunk=pb.TensorChunk(step=step.step, offset=offset, data=data))
+            continue
+        yield pb.InferResponse(
+            step=pb.StepResponse(
+                step=step.step,
+                row_positions=outcome.row_positions,
+                tensor=header,
+                data=data,
+                output_digest=hashlib.sha256(view).digest() if step.input_digest else b"",
+                queue_time=to_duration(outcome.queue_s),
+                engine_time=to_duration(outcome.engine_s),
+                packed_sessions=outcome.packed_sessions,
+            )
+        )
