@@ -9,15 +9,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
 
-Context = grpc.aio.ServicerContext[Any, Any]
-Around = Callable[[Context], AbstractAsyncContextManager[None]]
-Handler = grpc.RpcMethodHandler[Any, Any]
-Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]
+# Quoted: grpc's classes are generic only for the type checker.
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Around: TypeAlias = "Callable[[Context], AbstractAsyncContextManager[None]]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
 
 
 def wrap_handler(handler: Handler, around: Around) -> Handler:
