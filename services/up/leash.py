@@ -162,9 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Read the command line and run the leash."""
     parser = argparse.ArgumentParser(prog="leash", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--stop-signal", type=_signal_number, default="TERM", help="TERM, INT, ...")
-    parser.add_argument(
-        "--grace-s", type=float, default=10.0, help="seconds between the stop signal and SIGKILL"
-    )
+    parser.add_argument("--grace-s", type=float, default=10.0, help="seconds between the stop signal and SIGKILL")
     parser.add_argument("--user", help="account to run the command as (only as root)")
     parser.add_argument("--report-fd", type=int, help="inherited descriptor that receives the command's pid")
     parser.add_argument("command", nargs="+", help="the command and its arguments, after --")

@@ -76,6 +76,7 @@ class SwarmConnection:
     ) -> None:
         self.model = model
         self.config = config
+        self.last_route: Route | None = None
         self._loop = loop
         self._routes = routes
         self._membership = membership
@@ -191,6 +192,7 @@ class SwarmConnection:
             channel = self._channel(server.server_id, server.address, server.certificate)
             hops.append(HopStream(hop, channel, opening, timeouts))
         await open_hops(hops)
+        self.last_route = route
         return InferenceSession(self, route, hops, rows, max_tokens)
 
     def _channel(self, server_id: str, address: str, certificate: bytes) -> grpc.aio.Channel:

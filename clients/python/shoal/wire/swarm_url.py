@@ -108,6 +108,7 @@ class SwarmFile:
     api_key: str = field(repr=False)
     pid: int = 0
     state_dir: str = ""
+    model: str = ""
 
     def write(self, path: Path | None = None) -> None:
         """Write the file at once, to the default place unless told otherwise."""
