@@ -180,12 +180,8 @@ def capacity_to_proto(capacity: Capacity) -> swarm_pb2.ServerCapacity:
 
 def capacity_from_proto(capacity: swarm_pb2.ServerCapacity) -> Capacity:
     """Translate a server's fixed limits."""
-    return Capacity(
-        capacity.cache_token_blocks,
-        capacity.max_session_tokens,
-        capacity.max_session_rows,
-        capacity.max_step_tokens,
-    )
+    limits = (capacity.max_session_tokens, capacity.max_session_rows, capacity.max_step_tokens)
+    return Capacity(capacity.cache_token_blocks, *limits)
 
 
 def pings_to_proto(rtts_s: Mapping[str, float]) -> list[swarm_pb2.NeighbourPing]:
@@ -266,14 +262,17 @@ def server_to_entry(server: Server) -> swarm_pb2.ServerEntry:
     )
 
 
-def server_from_entry(entry: swarm_pb2.ServerEntry, now_s: float) -> Server:
-    """Translate a server after checking its record anew: what it signed, only its signature proves.
+def server_from_entry(entry: swarm_pb2.ServerEntry, now_s: float, known: Server | None = None) -> Server:
+    """Translate a server after checking its record: what it signed, only its signature proves.
+
+    A record that is the one of `known`, checked before, is only checked for its time.
 
     Raises:
         ShoalError: as `open_record`.
     """
+    same = known is not None and known.record == signed_from_proto(entry.record) and known.expires_at_s > now_s
     return replace(
-        open_record(entry.record, now_s),
+        known if known is not None and same else open_record(entry.record, now_s),
         state=state_from_proto(entry.state),
         load=load_from_proto(entry.load),
         lease_expires_at_s=from_timestamp(entry.lease_expires_at),
@@ -310,8 +309,13 @@ def delta_to_proto(delta: Delta) -> registry_pb2.SwarmDelta:
     )
 
 
-def delta_from_proto(delta: registry_pb2.SwarmDelta, now_s: float, rejected: Rejected | None = None) -> Delta:
-    """Translate a delta. A server whose entry is bad counts as removed, and `rejected` is told."""
+def delta_from_proto(
+    delta: registry_pb2.SwarmDelta,
+    now_s: float,
+    rejected: Rejected | None = None,
+    known: Mapping[str, Server] = MappingProxyType({}),
+) -> Delta:
+    """Translate a delta to the servers in `known`. One whose entry is bad counts as removed; `rejected` is told."""
     removals = list(delta.removals)
 
     def reject(server_id: str, error: ShoalError) -> None:
@@ -319,15 +323,20 @@ def delta_from_proto(delta: registry_pb2.SwarmDelta, now_s: float, rejected: Rej
         if rejected is not None:
             rejected(server_id, error)
 
-    upserts = tuple(_entries(delta.upserts, now_s, reject))
+    upserts = tuple(_entries(delta.upserts, now_s, reject, known))
     return Delta(delta.from_revision, delta.revision, upserts, tuple(removals))
 
 
-def _entries(entries: Iterable[swarm_pb2.ServerEntry], now_s: float, rejected: Rejected | None) -> list[Server]:
+def _entries(
+    entries: Iterable[swarm_pb2.ServerEntry],
+    now_s: float,
+    rejected: Rejected | None,
+    known: Mapping[str, Server] = MappingProxyType({}),
+) -> list[Server]:
     servers = []
     for entry in entries:
         try:
-            servers.append(server_from_entry(entry, now_s))
+            servers.append(server_from_entry(entry, now_s, known.get(entry.record.key_id)))
         except ShoalError as error:
             if rejected is not None:
                 rejected(entry.record.key_id, error)
