@@ -1,0 +1,21 @@
+"""Which benchmarks exist. They are imported when they run, so that `--list` needs no torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+
+from benchmarks.bench import Run
+
+# Id -> module that measures all figures of the id in its function `run`.
+CATALOG: Mapping[str, str] = {
+    "P1": "benchmarks.decode",
+    "P2": "benchmarks.step",
+    "P15": "benchmarks.startup",
+}
+
+
+def find(id_: str) -> Run:
+    """Return the function that measures the figures of an id."""
+    run: Run = importlib.import_module(CATALOG[id_]).run
+    return run

@@ -1,0 +1,16 @@
+"""The benchmarks' yardstick: an echo over grpc.aio and TLS from a real process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+from benchmarks.echo import echo_client
+
+
+def test_echo_gives_the_same_bytes_back_and_ends(tmp_path: Path) -> None:
+    with echo_client(tmp_path) as client:
+        assert [client.echo(data) for data in (b"one", b"\x00" * 2304)] == [b"one", b"\x00" * 2304]
+        assert psutil.Process().children(recursive=True)
+    assert not psutil.Process().children(recursive=True)
