@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -12,9 +13,10 @@ from services.block_server.engine.engine import Engine
 from services.block_server.facts import Facts, Lifecycle
 from services.block_server.session import InferSession
 from services.chassis.auth import MethodPolicy, allow
+from shoal.swarm.snapshot import Load
 from shoal.v1 import block_server_pb2 as pb
 from shoal.v1 import block_server_pb2_grpc, common_pb2
-from shoal.wire.errors import Exhausted
+from shoal.wire.errors import Exhausted, Unavailable
 from shoal.wire.records import check_protocol, load_to_proto, state_to_proto
 from shoal.wire.tokens import Role
 
@@ -30,21 +32,33 @@ def policy() -> Mapping[str, MethodPolicy]:
 class BlockServer(block_server_pb2_grpc.BlockServerServiceServicer):
     """The servicer. `record` gives the server's newest signed record."""
 
-    def __init__(
-        self, facts: Facts, lifecycle: Lifecycle, engine: Engine, record: Callable[[], common_pb2.SignedEnvelope]
-    ) -> None:
+    def __init__(self, facts: Facts, lifecycle: Lifecycle, record: Callable[[], common_pb2.SignedEnvelope]) -> None:
         self._facts = facts
         self._lifecycle = lifecycle
-        self._engine = engine
         self._record = record
+        self._engine: Engine | None = None
         self._streams = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def attach(self, engine: Engine) -> None:
+        """Take the engine, once its weights are loaded; no session is admitted before."""
+        self._engine = engine
+
+    def load(self) -> Load:
+        """Return the load now; there is no free cache before the engine is there."""
+        return Load(0) if self._engine is None else self._engine.load()
 
     @property
     def open_streams(self) -> int:
         """Number of `Infer` streams that have not ended."""
         return self._streams
 
-    async def Infer(
+    async def wait_idle(self) -> None:
+        """Wait until no `Infer` stream is open."""
+        await self._idle.wait()
+
+    async def Infer(  # type: ignore[override]  # a writer: grpc.aio takes it as well as a generator
         self,
         request_iterator: AsyncIterator[pb.InferRequest],
         context: grpc.aio.ServicerContext[Any, Any],
@@ -54,14 +68,20 @@ class BlockServer(block_server_pb2_grpc.BlockServerServiceServicer):
         Raises:
             ShoalError: what was wrong; the stream ends with it and the session is freed.
         """
+        engine = self._engine
+        if engine is None:
+            raise Unavailable("the server is still loading; use another one")
         if self._streams >= self._facts.max_sessions:
             raise Exhausted(f"this server has {self._facts.max_sessions} sessions; use another one or try later")
         self._streams += 1
+        self._idle.clear()
         try:
             frames = aiter(request_iterator)
-            await InferSession(self._facts, self._lifecycle, self._engine, frames, context.write).run()
+            await InferSession(self._facts, self._lifecycle, engine, frames, context.write).run()
         finally:
             self._streams -= 1
+            if not self._streams:
+                self._idle.set()
 
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -75,6 +95,6 @@ class BlockServer(block_server_pb2_grpc.BlockServerServiceServicer):
         return pb.GetServerInfoResponse(
             record=self._record(),
             state=state_to_proto(self._lifecycle.state),
-            load=load_to_proto(self._engine.load()),
-            executed_row_blocks=self._engine.executed_row_blocks,
+            load=load_to_proto(self.load()),
+            executed_row_blocks=0 if self._engine is None else self._engine.executed_row_blocks,
         )

@@ -1,0 +1,179 @@
+"""Builds and runs one block server process: the only place that puts its parts together.
+
+Order of a start: identity, membership, span, hashes, port, lease as JOINING, weights, speed, lease as ONLINE, calls.
+A start that cannot succeed ends with the reason before a weight is read where that can be known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+
+import grpc.aio
+
+from services.block_server.announcer import Announced, Announcer
+from services.block_server.calibrate import measure_speed
+from services.block_server.engine.engine import Engine
+from services.block_server.facts import Facts, Lifecycle
+from services.block_server.loading import build_engine, describe_server, fixed_span, place
+from services.block_server.service import SERVICE, BlockServer, policy
+from services.block_server.settings import BlockServerSettings
+from services.block_server.state_lock import locked_state
+from services.chassis.auth import AuthInterceptor
+from services.chassis.errors import expected_error
+from services.chassis.logs import configure_logs
+from services.chassis.loops import StopSignal, run_service, serve_until_stopped
+from services.chassis.server import Mount, ServiceServer, build_server
+from shoal.models.checkpoint import Checkpoint
+from shoal.models.identity import model_key
+from shoal.swarm.snapshot import ServerState
+from shoal.v1 import block_server_pb2_grpc, common_pb2
+from shoal.wire.errors import InternalError
+from shoal.wire.identity import IdentityKey
+from shoal.wire.logs import get_logger
+from shoal.wire.membership import Membership
+from shoal.wire.swarm_url import resolve_swarm
+from shoal.wire.tls import Certificate, load_or_create_certificate
+
+_LOG = "services.block_server"
+_HARD_STOP_S = 10.0
+
+
+def run(settings: BlockServerSettings) -> int:
+    """Run the server until it is told to stop; return the exit status, 1 after a start that failed."""
+    configure_logs("block_server", settings.log_level)
+    try:
+        with locked_state(settings.state_dir):
+            run_service(lambda stop: serve(settings, stop), settings)
+    except Exception as error:  # the process ends here, with one clear line where the reason is known
+        reason = expected_error(error)
+        if reason is None:
+            raise
+        get_logger(_LOG).error("server.failed", reason=reason.reason, text=reason.message)
+        sys.stderr.write(f"error: {reason.message}\n")
+        return 1
+    return 0
+
+
+async def serve(settings: BlockServerSettings, stop: StopSignal) -> None:
+    """Join the swarm, load the span, serve it until `stop`, drain. A start that is under way is broken off by `stop`.
+
+    Raises:
+        BaseExceptionGroup: with the ShoalError if the model, the swarm or the registry does not allow the start.
+    """
+    serving = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        life = group.create_task(_live(settings, stop, serving), name="server")
+        watch = group.create_task(_break_off(stop, serving, life), name="watch")
+        life.add_done_callback(lambda _: watch.cancel())
+
+
+async def _break_off(stop: StopSignal, serving: asyncio.Event, life: asyncio.Task[None]) -> None:
+    await stop.wait()
+    if not serving.is_set():
+        life.cancel()
+
+
+async def _live(settings: BlockServerSettings, stop: StopSignal, serving: asyncio.Event) -> None:
+    started_s = time.monotonic()
+    checkpoint = await asyncio.to_thread(Checkpoint.open, settings.model)
+    span = fixed_span(settings, checkpoint.family.num_blocks)
+    key = IdentityKey.load_or_create(settings.state_dir / "identity.pem")
+    secret = settings.api_key.get_secret_value() if settings.api_key else None
+    url, api_key = resolve_swarm(settings.swarm or None, secret)
+    async with await Membership.join(url, api_key, wait_s=settings.join_wait_s) as membership:
+        if span is None:
+            model = model_key(checkpoint, settings.dtype, settings.model_name or None)
+            span = await place(membership, model, checkpoint.family.num_blocks, settings.num_blocks)
+        facts = await asyncio.to_thread(describe_server, settings, checkpoint, span, key.server_id)
+        server = _Server(settings, membership, key, facts)
+        await server.run(checkpoint, stop, serving)
+    get_logger(_LOG).info("server.ended", lived_s=round(time.monotonic() - started_s, 1))
+
+
+class _Server:
+    """A server whose facts are known."""
+
+    def __init__(self, settings: BlockServerSettings, membership: Membership, key: IdentityKey, facts: Facts) -> None:
+        certificate = load_or_create_certificate(settings.state_dir, key.server_id)
+        self._settings = settings
+        self._membership = membership
+        self._facts = facts
+        self._lifecycle = Lifecycle()
+        self._servicer = BlockServer(facts, self._lifecycle, self._record)
+        self._server = self._listen(certificate)
+        address = settings.advertise or self._server.address
+        announced = Announced(address, certificate.der, settings.public_name, _software())
+        self._announcer = Announcer(key, membership, facts, self._lifecycle, announced, self._servicer.load)
+        self._log = get_logger(_LOG)
+
+    async def run(self, checkpoint: Checkpoint, stop: StopSignal, serving: asyncio.Event) -> None:
+        """Announce, load, serve, drain."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                background = [
+                    group.create_task(self._announcer.run(), name="announce"),
+                    group.create_task(self._membership.run(), name="membership"),
+                ]
+                await self._announcer.announce()
+                engine = await asyncio.to_thread(build_engine, self._settings, checkpoint, self._facts)
+                await self._serve(engine, stop, serving)
+                for task in background:
+                    task.cancel()
+        finally:
+            await self._server.stop(0)
+
+    async def _serve(self, engine: Engine, stop: StopSignal, serving: asyncio.Event) -> None:
+        engine.start()
+        try:
+            self._announcer.set_speed(await measure_speed(engine, self._facts))
+            self._servicer.attach(engine)
+            self._lifecycle.state = ServerState.ONLINE
+            await self._announcer.announce()
+            free_token_blocks = engine.load().free_token_blocks
+            span, model = str(self._facts.span), str(self._facts.model)
+            self._log.info("server.online", model=model, span=span, free_token_blocks=free_token_blocks)
+            serving.set()
+            drained = StopSignal(self._settings.stop_grace_s + _HARD_STOP_S)
+            loops = {"drain": self._drain(stop, drained), "engine": _watch(engine)}
+            # Draining has given open sessions their time already.
+            at_once = self._settings.model_copy(update={"stop_grace_s": 0.0})
+            await serve_until_stopped(self._server, drained, at_once, loops)
+        finally:
+            await engine.stop()
+
+    async def _drain(self, stop: StopSignal, drained: StopSignal) -> None:
+        """After `stop`, take no new sessions and give those that are open a bounded time."""
+        await stop.wait()
+        self._lifecycle.state = ServerState.DRAINING
+        self._announcer.announce_soon()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.stop_grace_s):
+                await self._servicer.wait_idle()
+        self._log.info("server.drained", sessions_left=self._servicer.open_streams)
+        drained.request("drained")
+
+    def _record(self) -> common_pb2.SignedEnvelope:
+        return self._announcer.record()
+
+    def _add_service(self, server: grpc.aio.Server) -> None:
+        block_server_pb2_grpc.add_BlockServerServiceServicer_to_server(self._servicer, server)
+
+    def _listen(self, certificate: Certificate) -> ServiceServer:
+        auth = AuthInterceptor(policy(), lambda: self._membership.key_set)
+        return build_server([Mount(SERVICE, self._add_service)], self._settings.listen, certificate, auth)
+
+
+async def _watch(engine: Engine) -> None:
+    await engine.wait_stopped()
+    raise InternalError("the engine's thread has ended; its log has the reason")
+
+
+def _software() -> str:
+    try:
+        return f"shoal {version('shoal')}"
+    except PackageNotFoundError:
+        return "shoal"

@@ -1,0 +1,115 @@
+"""From a model folder to the parts of a server: which span, its facts, its weights, its engine."""
+
+from __future__ import annotations
+
+import grpc.aio
+import torch
+
+from services.block_server.cache.pool import PAGE_TOKENS, PagePool
+from services.block_server.cache.storage import KvStorage
+from services.block_server.engine.engine import Engine, EngineOptions
+from services.block_server.facts import Facts
+from services.block_server.placement import choose_span
+from services.block_server.settings import BlockServerSettings
+from services.block_server.weights.span_model import load_span
+from shoal.models.checkpoint import Checkpoint, span_names
+from shoal.models.identity import block_hashes, dtype_of, model_key
+from shoal.swarm.snapshot import Capacity, ModelKey
+from shoal.swarm.spans import Span
+from shoal.v1 import registry_pb2, registry_pb2_grpc
+from shoal.wire.errors import NotFound, ShoalError, SpanMismatch
+from shoal.wire.membership import Membership
+from shoal.wire.records import model_to_proto
+from shoal.wire.status import from_rpc_error
+
+_COVERAGE_TIMEOUT_S = 10.0
+_HASH_CACHE = "block_hashes.json"
+
+
+def fixed_span(settings: BlockServerSettings, num_blocks: int) -> Span | None:
+    """Return the span that the settings name, None if the swarm's coverage must be asked.
+
+    Raises:
+        SpanMismatch: if the model has not these blocks.
+    """
+    if settings.blocks:
+        span = Span.parse(settings.blocks)
+        if span.end > num_blocks:
+            raise SpanMismatch(f"--blocks {span} asked for, the model has blocks 0:{num_blocks}")
+        return span
+    if settings.num_blocks > num_blocks:
+        raise SpanMismatch(f"--num-blocks {settings.num_blocks} asked for, the model has {num_blocks} blocks")
+    return Span(0, num_blocks) if settings.num_blocks in (0, num_blocks) else None
+
+
+async def place(membership: Membership, model: ModelKey, num_blocks: int, length: int) -> Span:
+    """Choose `length` blocks by what the registry knows of coverage now.
+
+    Raises:
+        ShoalError: what the registry said.
+    """
+    request = registry_pb2.GetCoverageRequest(model=model_to_proto(model))
+    counts = [0] * num_blocks
+    try:
+        stub = registry_pb2_grpc.RegistryServiceStub(membership.registry)
+        answer = await stub.GetCoverage(request, timeout=_COVERAGE_TIMEOUT_S)
+        for entry in answer.blocks:
+            if entry.block < num_blocks:
+                counts[entry.block] = entry.online_servers + entry.joining_servers
+    except grpc.aio.AioRpcError as error:
+        found: ShoalError = from_rpc_error(error)
+        # Nobody serves the model yet.
+        if not isinstance(found, NotFound):
+            raise found from error
+    return choose_span(counts, length)
+
+
+def describe_server(settings: BlockServerSettings, checkpoint: Checkpoint, span: Span, server_id: str) -> Facts:
+    """Hash the span's blocks and put together what the server says of itself.
+
+    Raises:
+        NotFound, Corrupted: if tensors or files of the span are missing or damaged.
+        Unsupported: for an unknown numeric class.
+    """
+    family = checkpoint.family
+    checkpoint.files_of(span_names(family, span))
+    hashes = block_hashes(checkpoint, family, span, cache_file=settings.cache_dir / _HASH_CACHE)
+    pages = settings.cache_tokens // PAGE_TOKENS
+    limits = [pages * PAGE_TOKENS, settings.max_session_tokens, family.max_positions]
+    return Facts(
+        server_id=server_id,
+        model=model_key(checkpoint, settings.dtype, settings.model_name or None),
+        family=family,
+        span=span,
+        block_hashes=tuple(hashes),
+        dtype=dtype_of(settings.dtype),
+        capacity=Capacity(
+            cache_token_blocks=pages * PAGE_TOKENS * len(span),
+            max_session_tokens=min(limit for limit in limits if limit),
+            max_session_rows=settings.max_session_rows,
+            max_step_tokens=settings.max_step_tokens,
+        ),
+        max_sessions=settings.max_sessions,
+        idle_timeout_s=settings.idle_timeout_s,
+    )
+
+
+def build_engine(settings: BlockServerSettings, checkpoint: Checkpoint, facts: Facts) -> Engine:
+    """Load the span and build its engine, not started. Takes seconds; call it in a thread.
+
+    Raises:
+        NotFound, Corrupted: as `load_span`.
+    """
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    device = torch.device(settings.device)
+    model = load_span(checkpoint, facts.span, facts.dtype, device)
+    blocks = len(facts.span)
+    pages = facts.capacity.cache_token_blocks // (PAGE_TOKENS * blocks)
+    storage = KvStorage(blocks, pages, facts.family.kv_heads, facts.family.head_dim, dtype=facts.dtype, device=device)
+    options = EngineOptions(
+        max_step_tokens=settings.max_step_tokens,
+        max_waiting=2 * settings.max_sessions + 8,
+        threads=settings.threads,
+    )
+    return Engine(model, PagePool(pages, blocks), storage, options)

@@ -1,0 +1,57 @@
+"""Settings of the block server, for `python -m services.block_server` and `shoal server run` alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import platformdirs
+from pydantic import AfterValidator, Field, SecretStr
+from pydantic_settings import CliPositionalArg
+
+from services.chassis.settings import ServiceSettings, service_config
+from shoal.swarm.spans import Span
+
+PREFIX = "SHOAL_BLOCK_SERVER_"
+DEFAULT_STATE_DIR = Path(platformdirs.user_data_dir("shoal")) / "block_server"
+DEFAULT_CACHE_DIR = Path(platformdirs.user_cache_dir("shoal"))
+
+
+def _check_blocks(blocks: str) -> str:
+    if blocks:
+        Span.parse(blocks)
+    return blocks
+
+
+class BlockServerSettings(ServiceSettings):
+    """A block server: computes a span of a model's blocks for a swarm."""
+
+    model_config = service_config("block_server")
+
+    model: CliPositionalArg[Path] = Field(description="folder of the model (config.json and safetensors)")
+    model_name: str = Field(default="", description="the model's name in the swarm; empty means the folder's name")
+    swarm: str = Field(default="", description="shoal://HOST:PORT#SHA256; empty means $SHOAL_SWARM or `shoal up`'s")
+    api_key: SecretStr | None = Field(default=None, description="API key of role server; empty means $SHOAL_API_KEY")
+    blocks: Annotated[str, AfterValidator(_check_blocks)] = Field(
+        default="", description="blocks to hold, START:END; empty lets the server choose"
+    )
+    num_blocks: int = Field(
+        default=0, ge=0, description="how many blocks to hold where the swarm has fewest; 0 means all blocks"
+    )
+    dtype: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="number format of weights and work")
+    device: str = Field(default="cpu", description="device of torch")
+    threads: int = Field(default=0, ge=0, description="threads of torch; 0 leaves torch's own choice")
+    cache_tokens: int = Field(default=16384, ge=16, description="tokens of KV cache in each block, over all sessions")
+    max_session_tokens: int = Field(
+        default=0, ge=0, description="longest session in tokens; 0 means what model and cache allow"
+    )
+    max_session_rows: int = Field(default=64, ge=1, description="most rows (sequences) in one session")
+    max_step_tokens: int = Field(default=256, ge=16, description="most tokens that one pass of the engine packs")
+    max_sessions: int = Field(default=256, ge=1, le=900, description="most sessions at a time")
+    idle_timeout_s: float = Field(default=600.0, gt=0, description="seconds after which a quiet session is ended")
+    join_wait_s: float = Field(default=30.0, ge=0, description="seconds to wait for the registry at the start")
+    public_name: str = Field(default="", max_length=256, description="name of the server for people to read")
+    state_dir: Path = Field(
+        default=DEFAULT_STATE_DIR, description="folder for this server's key and certificate; one for each server"
+    )
+    cache_dir: Path = Field(default=DEFAULT_CACHE_DIR, description="folder for block hashes, shared by all servers")
