@@ -79,6 +79,12 @@ class EmbeddedStore(ABC):
         """Tell whether the process runs."""
         return self.child is not None and self.child.running
 
+    @property
+    def running_child(self) -> LeashedChild:
+        """The process; only after `start`."""
+        assert self.child is not None
+        return self.child
+
     def start(self) -> Self:
         """Start the server and wait until it answers. Does nothing if it runs.
 
@@ -191,8 +197,7 @@ class EmbeddedPostgres(EmbeddedStore):
 
     def _let_in(self, account: pwd.struct_passwd) -> None:
         """Give the data folder to the account; our own folder above it may be entered, not listed."""
-        if not self.persistent:
-            self.folder.chmod(0o711)
+        self.folder.chmod(0o711)
         os.chown(self._data, account.pw_uid, account.pw_gid)
         if not can_reach(self._data, account.pw_name):
             raise InvalidRequest(

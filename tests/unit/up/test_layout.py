@@ -1,0 +1,50 @@
+"""The data folder: one owner at a time, keys that stay, modes that keep others out."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from services.up.layout import DataFolder, reachable_host
+from shoal.wire.errors import AlreadyExists
+
+
+def test_a_second_owner_is_refused_with_the_first_ones_pid(tmp_path: Path) -> None:
+    folder = DataFolder(tmp_path / "data")
+    refused = pytest.raises(AlreadyExists, match=rf"process {os.getpid()}\).*--data-dir")
+    with folder.locked(), refused, folder.locked():
+        pass
+    with folder.locked():
+        pass
+
+
+def test_keys_differ_and_stay(tmp_path: Path) -> None:
+    keys = DataFolder(tmp_path / "data").keys()
+    assert len({keys.user, keys.server, keys.service}) == 3
+    assert DataFolder(tmp_path / "data").keys() == keys
+
+
+def test_others_may_pass_through_but_not_look(tmp_path: Path) -> None:
+    folder = DataFolder(tmp_path / "data")
+    folder.keys()
+    assert stat.S_IMODE(folder.root.stat().st_mode) == 0o711
+    assert stat.S_IMODE(folder.keys_file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.place("registry").stat().st_mode) == 0o700
+
+
+def test_the_registry_keeps_its_port_while_it_is_free(tmp_path: Path) -> None:
+    folder = DataFolder(tmp_path / "data")
+    port = folder.registry_port(0, "127.0.0.1")
+    assert folder.registry_port(0, "127.0.0.1") == port
+    assert folder.registry_port(4711, "127.0.0.1") == 4711
+    with socket.create_server(("127.0.0.1", port)):
+        assert folder.registry_port(0, "127.0.0.1") != port
+
+
+def test_reachable_host_is_never_the_wildcard() -> None:
+    assert reachable_host("192.0.2.7") == "192.0.2.7"
+    assert reachable_host("0.0.0.0") not in ("", "0.0.0.0")
