@@ -59,6 +59,8 @@ def configure_logs(service: str, level: str = "info", stream: TextIO | None = No
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())
+    for library in ("grpc", "asyncio"):  # their debug lines come by the hundred and help nobody here
+        logging.getLogger(library).setLevel(max(root.level, logging.INFO))
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,

@@ -24,7 +24,8 @@ Options = list[tuple[str, int | str]]
 class Keepalive:
     """When to ping a quiet connection. Both sides must agree: `allowed_every_s` <= `ping_every_s`.
 
-    A peer that does not answer within `timeout_s` is gone; the calls on the connection fail.
+    A peer that does not answer within `timeout_s` is gone; the calls on the connection fail. A client of grpc pings
+    once a second at most, whatever it is told.
     """
 
     ping_every_s: float = 10.0
@@ -90,6 +91,8 @@ def _common(keepalive: Keepalive) -> Options:
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.keepalive_time_ms", _ms(keepalive.ping_every_s)),
         ("grpc.keepalive_timeout_ms", _ms(keepalive.timeout_s)),
+        # grpc 1.85 starts only this timer (60 s unless set), never that of the option above.
+        ("grpc.http2.ping_timeout_ms", _ms(keepalive.timeout_s)),
         (
             "grpc.http2.max_pings_without_data",
             0,
