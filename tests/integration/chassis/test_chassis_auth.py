@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import pickle
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,9 +17,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from services.chassis.auth import AuthInterceptor, allow, current_claims
 from services.chassis.server import Mount, ServiceServer, build_server
-from shoal.v1 import registry_pb2, registry_pb2_grpc
+from shoal.v1 import common_pb2, registry_pb2, registry_pb2_grpc
 from shoal.wire.channels import open_channel
 from shoal.wire.errors import (
+    Corrupted,
     NotAuthenticated,
     NotPermitted,
     PreconditionFailed,
@@ -24,6 +28,7 @@ from shoal.wire.errors import (
     ShoalError,
 )
 from shoal.wire.identity import IdentityKey
+from shoal.wire.records import open_record
 from shoal.wire.status import from_rpc_error
 from shoal.wire.tls import REGISTRY_NAME, make_certificate
 from shoal.wire.tokens import Role, TokenSigner
@@ -97,6 +102,29 @@ async def test_wrong_credentials(served: Served, header: str) -> None:
     async with swarm.channel(server.address) as channel:
         error = await _refusal(_list(channel, (("authorization", header),)))
     assert type(error) is NotAuthenticated
+
+
+async def test_a_pickle_bomb_is_only_text(served: Served, tmp_path: Path) -> None:
+    """SE-02: nothing on the way of a call unpickles what it is sent."""
+    swarm, _, server = served
+    canary = tmp_path / "canary"
+
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (canary.touch, ())
+
+    bomb = pickle.dumps(Bomb())
+    text = base64.b64encode(bomb).decode()
+    metadata: Any = (("authorization", f"Bearer {text}"), ("shoal-extra-bin", bomb))
+    async with swarm.channel(server.address) as channel:
+        assert type(await _refusal(_list(channel, metadata))) is NotAuthenticated
+    async with swarm.channel(server.address, swarm.token()) as channel:
+        await _list(channel, (("shoal-extra-bin", bomb),))  # type: ignore[arg-type]
+    with pytest.raises(Corrupted):
+        open_record(common_pb2.SignedEnvelope(payload=bomb, key_id="x", signature=bytes(64)), 0)
+    assert not canary.exists()
+    pickle.loads(bomb)  # noqa: S301 - proves that the bomb works
+    assert canary.exists()
 
 
 async def test_two_credentials_are_refused(served: Served) -> None:

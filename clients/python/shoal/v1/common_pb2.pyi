@@ -133,7 +133,7 @@ class SignedEnvelope(message.Message):
     key_id: builtins.str
     """Identity of the signing key: a server id."""
     signature: builtins.bytes
-    """Ed25519 signature (64 bytes) over the context string of the message type followed by `payload`."""
+    """Ed25519 signature (64 bytes) over the context string of the message type, a zero byte and `payload`."""
     def __init__(
         self,
         *,
