@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Annotated, Any, Self
@@ -88,7 +88,7 @@ def up(
 
     if dtype not in ("fp32", "bf16", "fp16"):
         raise InvalidRequest(f"--dtype must be fp32, bf16 or fp16, got {dtype!r}")
-    with interruptible() as stopped, ExitStack() as stack:
+    with suppress(Interrupted), interruptible() as stopped, ExitStack() as stack:
         if model is None:
             notes().print("no model named: taking SmolLM2-135M-Instruct (fetched and converted the first time)")
             model = ensure_small_model()
@@ -113,6 +113,7 @@ def up(
         stack.enter_context(published(file))
         announce(swarm, json=json)
         swarm.watch(stopped.is_set)
+    notes().print("stopped")
 
 
 @contextmanager
@@ -132,8 +133,6 @@ def interruptible() -> Iterator[threading.Event]:
         signal.signal(signum, on_signal)
     try:
         yield stopped
-    except Interrupted:
-        notes().print("stopped")
     finally:
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.SIG_DFL)

@@ -13,7 +13,7 @@ import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
@@ -53,8 +53,11 @@ class DataFolder:
         return folder
 
     def log(self, name: str) -> Path:
-        """Return the log file of a child."""
-        return self.place("logs") / f"{name}.log"
+        """Return a new log file for a child; the one before it is kept as `.old`."""
+        path = self.place("logs") / f"{name}.log"
+        if path.exists():
+            path.replace(path.with_suffix(".log.old"))
+        return path
 
     def ready_file(self, name: str) -> Path:
         """Return the file in which a child says that it is ready."""
@@ -66,13 +69,17 @@ class DataFolder:
         return self.root / "api-keys.json"
 
     def keys(self) -> Keys:
-        """Read the API keys, or make them."""
+        """Read the API keys, or make them. The registry reads the same file: one key, account and role each."""
 
         def create() -> bytes:
-            made = Keys(*(secrets.token_urlsafe(32) for _ in range(3)))
-            return json.dumps(asdict(made), indent=2).encode()
+            entries = [
+                {"key": secrets.token_urlsafe(32), "account": account, "role": role}
+                for role, account in (("user", "local"), ("server", "local"), ("service", "router"))
+            ]
+            return json.dumps(entries, indent=2).encode()
 
-        return Keys(**json.loads(load_or_create_private(self.keys_file, create)))
+        entries = json.loads(load_or_create_private(self.keys_file, create))
+        return Keys(**{entry["role"]: entry["key"] for entry in entries})
 
     def registry_port(self, wanted: int, host: str) -> int:
         """Return the port that was asked for, else that of the last start if it is free, else a free one."""

@@ -94,7 +94,7 @@ class Swarm:
         """
         database_url = self.options.database_url or self._postgres()
         redis_url = self.options.redis_url or self._valkey()
-        self._upgrade_schema(database_url)
+        self.upgrade_schema(database_url)
         control = [
             plan.registry(self.folder, self.addresses, database_url, redis_url),
             plan.router(self.folder, self.addresses, self.keys),
@@ -121,7 +121,12 @@ class Swarm:
         self._store_children.append(store.running_child)
         return store.url
 
-    def _upgrade_schema(self, database_url: str) -> None:
+    def upgrade_schema(self, database_url: str) -> None:
+        """Bring the database to the schema that the registry wants.
+
+        Raises:
+            Unavailable: if that fails; the message has the output.
+        """
         command = [sys.executable, "-m", "shoal.cli", "db", "upgrade"]
         env = {**os.environ, "SHOAL_REGISTRY_DATABASE_URL": database_url}
         done = subprocess.run(
@@ -177,8 +182,8 @@ class Swarm:
         for child in (*self._store_children, *self._children):
             if not child.running:
                 raise Unavailable(
-                    f"{child.name} ended with code {child.returncode}, so the swarm stops. "
-                    f"Its log {child.log} ends with: {child.log_tail(5)}"
+                    f"{child.name} ended with code {child.returncode} and the swarm stops; "
+                    f"it said last: {child.log_tail(1) or 'nothing'} (more in {child.log})"
                 )
 
     def watch(self, stopped: Callable[[], bool]) -> None:
