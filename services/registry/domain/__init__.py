@@ -1,0 +1,1 @@
+"""What the registry decides, as pure functions over frozen values."""

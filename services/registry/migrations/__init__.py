@@ -1,0 +1,1 @@
+"""The registry's migrations. Only `shoal db upgrade` runs them."""

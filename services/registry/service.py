@@ -1,0 +1,143 @@
+"""The registry's RPCs: translate, delegate, translate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import grpc.aio
+
+from services.chassis.auth import MethodPolicy, Scheme, allow, current_claims
+from services.registry.announce import AnnounceStream, Announcing
+from services.registry.domain.models import EVERY_MODEL, Wanted, choose
+from services.registry.domain.pages import after, batches, page_size
+from services.registry.frames import frames
+from services.registry.watchers import Watchers
+from shoal.swarm.coverage import block_coverage
+from shoal.v1 import common_pb2, registry_pb2, registry_pb2_grpc, swarm_pb2
+from shoal.wire.clock import now_s, to_duration, to_timestamp
+from shoal.wire.errors import InvalidRequest, QueueFull
+from shoal.wire.records import MAX_NAME_CHARACTERS, PROTOCOL, check_protocol, model_to_proto, server_to_entry
+from shoal.wire.tokens import Role, TokenSigner
+
+SERVICE = "shoal.v1.RegistryService"
+POLICY: Mapping[str, MethodPolicy] = MappingProxyType(
+    {
+        f"/{SERVICE}/GetSwarmInfo": allow(scheme=Scheme.API_KEY),
+        f"/{SERVICE}/AnnounceServer": allow(Role.SERVER),
+        f"/{SERVICE}/ListServers": allow(),
+        f"/{SERVICE}/GetCoverage": allow(),
+        f"/{SERVICE}/WatchSwarm": allow(),
+    }
+)
+# A watcher whose connection takes nothing for so long is stuck, not slow.
+WRITE_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmFacts:
+    """What members are told when they join, and the signer of their tokens."""
+
+    signer: TokenSigner
+    routers: Sequence[registry_pb2.ServiceEndpoint]
+    token_ttl_s: float
+    heartbeat_s: float
+
+
+class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
+    """Answers from the hub's snapshot; only announcements reach a store."""
+
+    def __init__(self, facts: SwarmFacts, announcing: Announcing, watchers: Watchers) -> None:
+        self._facts = facts
+        self._announcing = announcing
+        self._hub = announcing.hub
+        self._watchers = watchers
+        self._token_keys = facts.signer.key_set().to_protos()
+
+    async def GetSwarmInfo(
+        self, request: registry_pb2.GetSwarmInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> registry_pb2.GetSwarmInfoResponse:
+        """Tell how to join, with a token for the owner of the API key."""
+        check_protocol(request.protocol, "the caller")
+        claims, now, ttl_s = current_claims(), now_s(), self._facts.token_ttl_s
+        models = sorted(self._hub.snapshot.models().items(), key=lambda item: str(item[0]))
+        return registry_pb2.GetSwarmInfoResponse(
+            protocol=PROTOCOL,
+            swarm_id=self._facts.signer.swarm_id,
+            routers=self._facts.routers,
+            token_keys=self._token_keys,
+            access_token=self._facts.signer.issue(claims.account, claims.role, ttl_s, now),
+            access_token_expires_at=to_timestamp(int(now + ttl_s)),
+            models=[
+                registry_pb2.ServedModel(model=model_to_proto(model), num_blocks=num_blocks)
+                for model, num_blocks in models
+            ],
+        )
+
+    async def AnnounceServer(
+        self,
+        request_iterator: AsyncIterator[registry_pb2.AnnounceServerRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[registry_pb2.AnnounceServerResponse]:
+        """Grant a lease for each record and heartbeat."""
+        stream = AnnounceStream(self._announcing, current_claims().account)
+        async for grant in stream.follow(aiter(request_iterator)):
+            lease = registry_pb2.LeaseGranted(
+                ttl=to_duration(self._announcing.lease_ttl_s),
+                heartbeat_interval=to_duration(self._facts.heartbeat_s),
+                revision=grant.position.revision,
+                token_keys=self._token_keys,
+            )
+            yield registry_pb2.AnnounceServerResponse(lease=lease)
+
+    async def ListServers(
+        self, request: registry_pb2.ListServersRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> registry_pb2.ListServersResponse:
+        """Give a page of the servers, ordered by id."""
+        wanted, snapshot = _wanted(request.model), self._hub.snapshot
+        ids = sorted(key for key, server in snapshot.servers.items() if wanted.fits(server.model))
+        behind = ids[after(ids, request.page_token) :]
+        entries = (server_to_entry(snapshot.servers[key]) for key in behind)
+        page = next(batches(entries, swarm_pb2.ServerEntry.ByteSize, page_size(request.page_size)), [])
+        token = behind[len(page) - 1] if len(page) < len(behind) else ""
+        return registry_pb2.ListServersResponse(servers=page, next_page_token=token, revision=snapshot.revision)
+
+    async def GetCoverage(
+        self, request: registry_pb2.GetCoverageRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> registry_pb2.GetCoverageResponse:
+        """Tell who holds each block of a model."""
+        snapshot = self._hub.snapshot
+        model = choose(_wanted(request.model), snapshot.models())
+        blocks = [
+            swarm_pb2.BlockCoverage(
+                block=entry.block,
+                online_servers=entry.online_servers,
+                joining_servers=entry.joining_servers,
+                free_tokens=entry.free_tokens,
+            )
+            for entry in block_coverage(snapshot, model)
+        ]
+        return registry_pb2.GetCoverageResponse(model=model_to_proto(model), blocks=blocks, revision=snapshot.revision)
+
+    async def WatchSwarm(  # type: ignore[override]  # grpc also takes a coroutine that writes
+        self, request: registry_pb2.WatchSwarmRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """Send a snapshot, then changes, until the watcher goes or lags too far behind."""
+        with self._watchers.watching(_wanted(request.model), self._hub.snapshot) as watcher:
+            while True:
+                for frame in frames(await watcher.next()):
+                    try:
+                        async with asyncio.timeout(WRITE_TIMEOUT_S):
+                            await context.write(frame)
+                    except TimeoutError:
+                        raise QueueFull(f"nothing was read for {WRITE_TIMEOUT_S:g} s; watch again") from None
+
+
+def _wanted(model: common_pb2.ModelId) -> Wanted:
+    if max(len(model.prefix), len(model.numeric_class), len(model.config_digest)) > MAX_NAME_CHARACTERS:
+        raise InvalidRequest("a model's names have at most 256 characters, its digest 32 bytes")
+    wanted = Wanted(model.prefix, model.config_digest, model.numeric_class)
+    return EVERY_MODEL if wanted == EVERY_MODEL else wanted

@@ -1,0 +1,63 @@
+"""Builds the router from its settings and runs it; the only place that makes adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from functools import partial
+
+from services.chassis.auth import AuthInterceptor
+from services.chassis.loops import StopSignal, serve_until_stopped
+from services.chassis.server import Mount, build_server
+from services.router.registry_client import SwarmPicture, watch_frames
+from services.router.service import POLICY, SERVICE, RouterService
+from services.router.settings import RouterSettings
+from shoal.v1 import router_pb2_grpc
+from shoal.wire.errors import ShoalError
+from shoal.wire.membership import Membership
+from shoal.wire.swarm_url import SwarmUrl, resolve_swarm
+from shoal.wire.tls import ROUTER_NAME, load_or_create_certificate
+
+
+async def run(settings: RouterSettings, stop: StopSignal) -> None:
+    """Run the router until asked to stop. Waits for the registry if it is not up yet.
+
+    Raises:
+        NotAuthenticated: if the registry is not the one of the URL, or refuses the API key.
+        InvalidRequest: if the URL, the key or a file is wrong.
+    """
+    url, api_key = resolve_swarm(settings.swarm or None, settings.api_key.get_secret_value() or None)
+    certificate = load_or_create_certificate(settings.state_dir, ROUTER_NAME)
+    member = await _join(url, api_key, stop)
+    if member is None:
+        return
+    async with member:
+        picture = SwarmPicture(watch_frames(lambda: member.registry), settings.longest_pause_s)
+        service = RouterService(lambda: picture.snapshot)
+        auth = AuthInterceptor(POLICY, lambda: member.key_set)
+        mount = Mount(SERVICE, partial(router_pb2_grpc.add_RouterServiceServicer_to_server, service))
+        server = build_server([mount], settings.listen, certificate, auth)
+        loops = {"watch": picture.run(), "membership": member.run()}
+        await serve_until_stopped(server, stop, settings, loops)
+
+
+async def _join(url: SwarmUrl, api_key: str, stop: StopSignal) -> Membership | None:
+    """Join the swarm, however long the registry takes to come up; return None if a stop was asked for first."""
+
+    async def attempt() -> Membership | ShoalError:
+        try:
+            return await Membership.join(url, api_key, wait_s=math.inf)
+        except ShoalError as error:
+            return error  # raised below: the task group would wrap it
+
+    async with asyncio.TaskGroup() as group:
+        joining, stopping = group.create_task(attempt()), group.create_task(stop.wait())
+        await asyncio.wait((joining, stopping), return_when=asyncio.FIRST_COMPLETED)
+        joining.cancel()
+        stopping.cancel()
+    if joining.cancelled():
+        return None
+    joined = joining.result()
+    if isinstance(joined, ShoalError):
+        raise joined
+    return joined
