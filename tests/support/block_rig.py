@@ -26,8 +26,10 @@ from shoal.v1 import block_server_pb2 as pb
 from shoal.v1 import block_server_pb2_grpc, common_pb2
 from shoal.wire.channels import open_channel
 from shoal.wire.clock import new_id, now_s
+from shoal.wire.errors import ShoalError
 from shoal.wire.identity import IdentityKey
 from shoal.wire.records import PROTOCOL, model_to_proto, span_to_proto
+from shoal.wire.status import from_rpc_error
 from shoal.wire.tensors import TensorAssembler, dtype_to_wire, encode, pieces
 from shoal.wire.tls import Certificate, make_certificate
 from shoal.wire.tokens import Role, TokenSigner
@@ -179,3 +181,13 @@ class RawSession:
         """Close as asked and return the answer."""
         await self.call.write(pb.InferRequest(close=pb.CloseSession()))
         return (await self.answer()).closed
+
+
+async def refusal(call: grpc.aio.StreamStreamCall[Any, Any]) -> ShoalError:
+    """Read a stream that the server ends with an error, and return the error."""
+    try:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error)
+    raise AssertionError(f"the stream ended with {await call.code()}, not with an error")

@@ -1,0 +1,265 @@
+"""The engine under cancellation, failure and full queues; the policy and placement rules."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from services.block_server.cache.pool import PagePool
+from services.block_server.cache.storage import KvStorage
+from services.block_server.engine.batch import PackedBatch
+from services.block_server.engine.engine import Engine, EngineOptions
+from services.block_server.engine.policy import Share, Waiting, choose
+from services.block_server.placement import choose_span
+from shoal.swarm.spans import Span
+from shoal.wire.errors import CacheFull, QueueFull, SessionLost, Unavailable
+
+SPAN = Span(0, 2)
+PAGES = 32
+HIDDEN = 4
+POISON = -1.0
+
+
+class FakeModel:
+    """Adds 1 per block. A row that begins with `POISON` breaks the pass; `gate` holds passes up when it is closed."""
+
+    def __init__(self) -> None:
+        self.span = SPAN
+        self.gate = threading.Event()
+        self.gate.set()
+        self.passes: list[int] = []
+
+    def forward(self, hidden: torch.Tensor, batch: PackedBatch, span: Span) -> torch.Tensor:
+        assert self.gate.wait(10)
+        self.passes.append(len(batch.segments))
+        if bool((hidden[:, 0] == POISON).any()):
+            raise RuntimeError("a defect in the model")
+        return hidden + len(span)
+
+
+@asynccontextmanager
+async def running(max_waiting: int = 64, max_step_tokens: int = 64) -> AsyncIterator[tuple[Engine, FakeModel]]:
+    """Run an engine over a `FakeModel`; at the end everything must be free."""
+    model: Any = FakeModel()
+    storage = KvStorage(len(SPAN), PAGES, 1, 2, dtype=torch.float32, device=torch.device("cpu"))
+    pool = PagePool(PAGES, len(SPAN))
+    engine = Engine(model, pool, storage, EngineOptions(max_step_tokens, max_waiting, threads=1))
+    engine.start()
+    try:
+        yield engine, model
+    finally:
+        model.gate.set()
+        await engine.stop()
+    assert pool.free_pages == pool.unused_pages == PAGES
+
+
+def rows(tokens: int, value: float = 0.0) -> torch.Tensor:
+    """Return hidden states of `tokens` tokens."""
+    return torch.full((tokens, HIDDEN), value)
+
+
+async def settled(engine: Engine, sessions: int) -> None:
+    """Wait until the engine has exactly so many sessions."""
+    for _ in range(10_000):
+        if engine.load().open_sessions == sessions:
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError(f"{engine.load().open_sessions} sessions are open, expected {sessions}")
+
+
+async def test_free_cache_is_told_exactly() -> None:
+    async with running() as (engine, _):
+        total = PAGES * 16 * 2
+        first, free = await engine.open(SPAN, rows=2, max_tokens=17)
+        assert free == total - 2 * 2 * 16 * 2
+        second, free = await engine.open(SPAN, rows=1, max_tokens=16)
+        assert free == total - 5 * 16 * 2
+        with pytest.raises(CacheFull) as error:
+            await engine.open(SPAN, rows=1, max_tokens=28 * 16)
+        assert error.value.details["free_token_blocks"] == str(free)
+        assert await engine.close(first) == total - 16 * 2
+        assert await engine.close(second) == total
+        assert await engine.close(second) == total
+
+
+async def test_a_failing_pass_takes_down_only_its_own_sessions() -> None:
+    async with running() as (engine, model):
+        good, _ = await engine.open(SPAN, 1, 16)
+        bad, _ = await engine.open(SPAN, 1, 16)
+        other, _ = await engine.open(Span(1, 2), 1, 16)
+        model.gate.clear()
+        steps = [
+            asyncio.ensure_future(engine.step(bad, [1], rows(1, POISON))),
+            asyncio.ensure_future(engine.step(other, [1], rows(1))),
+        ]
+        await asyncio.sleep(0.01)
+        model.gate.set()
+        with pytest.raises(RuntimeError, match="a defect"):
+            await steps[0]
+        assert torch.equal((await steps[1]).hidden, rows(1, 1.0))
+        with pytest.raises(SessionLost):
+            await engine.step(bad, [1], rows(1))
+        assert torch.equal((await engine.step(good, [2], rows(2))).hidden, rows(2, 2.0))
+        assert engine.load().open_sessions == 2
+
+
+async def test_a_session_closed_in_the_middle_of_a_step_is_freed_after_the_pass() -> None:
+    async with running() as (engine, model):
+        session, _ = await engine.open(SPAN, 1, 200)
+        model.gate.clear()
+        step = asyncio.ensure_future(engine.step(session, [150], rows(150)))
+        await asyncio.sleep(0.01)
+        engine.discard(session)
+        model.gate.set()
+        with pytest.raises(SessionLost):
+            await step
+        await settled(engine, 0)
+        assert len(model.passes) == 1
+
+
+async def test_a_cancelled_open_leaves_nothing() -> None:
+    async with running() as (engine, model):
+        session, _ = await engine.open(SPAN, 1, 16)
+        model.gate.clear()
+        step = asyncio.ensure_future(engine.step(session, [1], rows(1)))
+        await asyncio.sleep(0.01)
+        opening = asyncio.ensure_future(engine.open(SPAN, 4, 64))
+        await asyncio.sleep(0.01)
+        opening.cancel()
+        model.gate.set()
+        await step
+        await engine.close(session)
+        await settled(engine, 0)
+
+
+async def test_the_queue_is_bounded_and_says_so() -> None:
+    async with running(max_waiting=3) as (engine, model):
+        sessions = [(await engine.open(SPAN, 1, 16))[0] for _ in range(6)]
+        model.gate.clear()
+        first = asyncio.ensure_future(engine.step(sessions[0], [1], rows(1)))
+        await asyncio.sleep(0.01)
+        waiting = [asyncio.ensure_future(engine.step(session, [1], rows(1))) for session in sessions[1:4]]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull):
+            await engine.step(sessions[4], [1], rows(1))
+        model.gate.set()
+        await asyncio.gather(first, *waiting)
+        assert torch.equal((await engine.step(sessions[4], [1], rows(1))).hidden, rows(1, 2.0))
+
+
+async def test_stopping_fails_what_waits_and_frees_it() -> None:
+    async with running() as (engine, model):
+        session, _ = await engine.open(SPAN, 1, 16)
+        model.gate.clear()
+        step = asyncio.ensure_future(engine.step(session, [1], rows(1)))
+        await asyncio.sleep(0.01)
+        late = asyncio.ensure_future(engine.open(SPAN, 1, 16))
+        await asyncio.sleep(0.01)
+        stop = asyncio.ensure_future(engine.stop())
+        await asyncio.sleep(0.01)
+        model.gate.set()
+        await stop
+        assert torch.equal((await step).hidden, rows(1, 2.0))
+        await late
+        with pytest.raises(Unavailable):
+            await engine.open(SPAN, 1, 16)
+        with pytest.raises(Unavailable):
+            await engine.step(session, [1], rows(1))
+        engine.discard(session)
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_any_mix_of_steps_cancels_and_closes_frees_everything(seed: int) -> None:
+    chance = random.Random(seed)
+    async with running(max_step_tokens=16) as (engine, _):
+
+        async def live(number: int) -> None:
+            try:
+                async with asyncio.timeout(chance.uniform(0.0, 0.02)):
+                    session, _ = await engine.open(SPAN if number % 2 else Span(1, 2), chance.randint(1, 3), 40)
+            except (CacheFull, TimeoutError):
+                return
+            try:
+                for _ in range(chance.randint(0, 4)):
+                    lengths = [chance.randint(0, 8) for _ in range(session.rows)]
+                    lengths[0] += 1
+                    value = POISON if chance.random() < 0.1 else 1.0
+                    async with asyncio.timeout(chance.uniform(0.0005, 0.01)):
+                        await engine.step(session, lengths, rows(sum(lengths), value))
+                if chance.random() < 0.5:
+                    await engine.close(session)
+            except (TimeoutError, RuntimeError, SessionLost):
+                pass
+            finally:
+                engine.discard(session)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(40):
+                group.create_task(live(number))
+        await settled(engine, 0)
+        assert engine.load().free_token_blocks == PAGES * 16 * 2
+        assert engine.load().queued_rows == 0
+
+
+async def test_decode_steps_go_along_with_every_pass_of_a_long_prompt() -> None:
+    async with running(max_step_tokens=16) as (engine, model):
+        prompt, _ = await engine.open(SPAN, 1, 160)
+        chat, _ = await engine.open(SPAN, 1, 160)
+        task = asyncio.ensure_future(engine.step(prompt, [160], rows(160)))
+        packed = 0
+        while not task.done():
+            packed = max(packed, (await engine.step(chat, [1], rows(1))).packed_sessions)
+        outcome = await task
+        assert torch.equal(outcome.hidden, rows(160, 2.0))
+        assert len(model.passes) >= 10
+        assert packed == 2
+        assert outcome.row_positions == (160,)
+        assert outcome.engine_s > 0
+        assert engine.executed_row_blocks >= 320
+
+
+def waiting(key: int, tokens: int = 1, span: Span = SPAN, turn: int | None = None) -> Waiting:
+    """Return a waiting step; more than one token makes it a prefill."""
+    return Waiting(key, key, key if turn is None else turn, tokens, span, decode=tokens == 1)
+
+
+@pytest.mark.parametrize(
+    ("steps", "budget", "expected"),
+    [
+        ([], 16, []),
+        ([waiting(1, 100)], 16, [Share(1, 16)]),
+        ([waiting(1, 100), waiting(2), waiting(3)], 16, [Share(2, 1), Share(3, 1), Share(1, 14)]),
+        ([waiting(1, 5), waiting(2, 30)], 16, [Share(1, 5), Share(2, 11)]),
+        ([waiting(key) for key in range(20)] + [waiting(20, 9)], 16, [*(Share(k, 1) for k in range(12)), Share(20, 4)]),
+        ([waiting(1, span=Span(1, 2)), waiting(2)], 16, [Share(1, 1)]),
+        ([waiting(1, 50, span=Span(1, 2), turn=9), waiting(2)], 16, [Share(2, 1)]),
+    ],
+)
+def test_what_goes_into_a_pass(steps: Sequence[Waiting], budget: int, expected: list[Share]) -> None:
+    assert choose(steps, budget) == expected
+
+
+@pytest.mark.parametrize(
+    ("counts", "length", "expected"),
+    [
+        ([0] * 6, 3, Span(0, 3)),
+        ([1, 1, 1, 0, 0, 0], 3, Span(3, 6)),
+        ([1, 1, 0, 0, 1, 1], 3, Span(1, 4)),
+        ([2, 2, 1, 1, 2, 2], 2, Span(2, 4)),
+        ([1, 1, 1], 3, Span(0, 3)),
+    ],
+)
+def test_the_least_covered_blocks_are_chosen(counts: list[int], length: int, expected: Span) -> None:
+    assert choose_span(counts, length) == expected
+
+
+def test_more_blocks_than_the_model_has_cannot_be_placed() -> None:
+    with pytest.raises(ValueError, match="cannot place 4 blocks"):
+        choose_span([0, 0, 0], 4)
