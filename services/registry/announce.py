@@ -72,7 +72,7 @@ class AnnounceStream:
                 return
 
     async def receive(self, request: registry_pb2.AnnounceServerRequest) -> Grant:
-        """Take one message; return the grant. A server that is going gets one too, which has ended. Raises as `follow`."""
+        """Take one message; return the grant, to a server that is going too. Raises as `follow`."""
         frame = request.WhichOneof("frame")
         if frame == "record":
             await self._take_record(request.record)
