@@ -49,7 +49,7 @@ def local_swarm(bench: Bench, model: Path, servers: int) -> Iterator[Access]:
         BenchmarkError: if it does not come up; the message has the end of its log.
     """
     config, data = bench.scratch / "config", bench.scratch / "data"
-    command = [_shoal(), "up", str(model), "--servers", str(servers), "--data-dir", str(data)]
+    command = [_shoal(), "up", str(model), "--servers", str(servers), "--threads", "1", "--data-dir", str(data)]
     child = _start("shoal up", command, bench.scratch, {CONFIG_DIR_VARIABLE: str(config)})
     try:
         file = config / "swarm.json"
@@ -66,8 +66,9 @@ def local_swarm(bench: Bench, model: Path, servers: int) -> Iterator[Access]:
 def joining_server(model: Path, access: Access, state: Path) -> Iterator[LeashedChild]:
     """Run `shoal server run` with all blocks of a model. What it keeps between starts is in the folder `state`."""
     state.mkdir(exist_ok=True)
-    command = [_shoal(), "server", "run", str(model), "--swarm", access.url, "--state-dir", str(state / "state")]
-    environment = {"SHOAL_API_KEY": access.server_key, "XDG_CACHE_HOME": str(state / "cache")}
+    command = [_shoal(), "server", "run", str(model), "--swarm", access.url, "--threads", "1"]
+    command += ["--state-dir", str(state / "state"), "--cache-dir", str(state / "cache")]
+    environment = {"SHOAL_API_KEY": access.server_key}
     child = _start("shoal server run", command, state, environment)
     try:
         yield child
