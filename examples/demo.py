@@ -22,6 +22,7 @@ from services.up.plan import Options
 from services.up.small_model import NAME, ensure_small_model
 from services.up.swarm import Swarm
 from shoal.cli.generate import Sampling, TextGrower, describe_route, encode_prompt, load_tokenizer, stream_ids
+from shoal.wire.errors import ShoalError
 
 SERVERS = 3
 INTERRUPTED = 130
@@ -38,7 +39,7 @@ def swarm(model: Path) -> Iterator[Swarm]:
     with tempfile.TemporaryDirectory(prefix="shoal-demo-") as folder, ExitStack() as stack:
         options = Options(model, SERVERS, threads=1)
         with Progressing() as progress:
-            running = stack.enter_context(Swarm(options, DataFolder(Path(folder) / "data"), progress))
+            running = stack.enter_context(Swarm(options, DataFolder(Path(folder)), progress))
             running.start()
         yield running
 
@@ -69,7 +70,9 @@ def ask_locally(model: Path, prompt_ids: list[int], tokens: int) -> list[int]:
     """Return what plain transformers generates, greedily, from the same weights."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     local = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32, local_files_only=True)
     inputs = torch.tensor([prompt_ids])
     options = {"max_new_tokens": tokens, **Sampling().options()}
@@ -107,6 +110,9 @@ def main() -> int:
             return demonstrate(arguments.prompt, arguments.tokens)
     except Interrupted:
         return INTERRUPTED
+    except ShoalError as error:
+        say(f"error: {error.message}")
+        return 1
 
 
 if __name__ == "__main__":

@@ -10,10 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+PIPE_WIDTH = 160
+
 
 def results() -> Console:
-    """Return the console for results."""
-    return Console(highlight=False, soft_wrap=True)
+    """Return the console for results. What is not read on a terminal is not cut to the width of one."""
+    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def notes() -> Console:

@@ -156,21 +156,21 @@ def show(found: SwarmStatus) -> None:
 
 
 def server_table(servers: Sequence[Server]) -> Table:
-    """Return a table with one line for each server."""
+    """Return a table with one line for each server; the model is told only where there are several."""
+    several = len({server.model for server in servers}) > 1
     table = Table(box=None, pad_edge=False)
-    for column in ("server", "address", "model", "span", "state", "sessions", "free cache (token-blocks)"):
-        table.add_column(column)
+    for column in ("server", "address", *(["model"] if several else []), "span", "state", "sessions", "free cache"):
+        table.add_column(column, no_wrap=True)
     for server in servers:
         free, whole = server.load.free_token_blocks, server.capacity.cache_token_blocks
-        share = f" ({free / whole:.0%})" if whole else ""
         table.add_row(
             server.public_name or server.server_id[:8],
             server.address,
-            server.model.prefix,
+            *([server.model.prefix] if several else []),
             str(server.span),
             server.state.value,
             str(server.load.open_sessions),
-            bytes_or_count(free) + share,
+            f"{bytes_or_count(free)} token-blocks" + (f" ({free / whole:.0%})" if whole else ""),
         )
     return table
 
