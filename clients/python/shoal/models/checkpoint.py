@@ -49,10 +49,7 @@ class Checkpoint:
         if not folder.is_dir():
             raise NotFound(f"no model folder {folder}")
         family = describe(load_config(folder))
-        stored = {
-            canonical_name(family, name): (name, folder / file)
-            for name, file in _stored_names(folder).items()
-        }
+        stored = {canonical_name(family, name): (name, folder / file) for name, file in _stored_names(folder).items()}
         return cls(folder, family, stored)
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -117,9 +114,7 @@ class Checkpoint:
                     tensors[name] = opened.get_tensor(self._stored[name][0])
                     self.opened.add(name)
         except SafetensorError as error:
-            raise Corrupted(
-                f"file {file.name} of {self.folder} cannot be read for {_some(names)}: {error}"
-            ) from error
+            raise Corrupted(f"file {file.name} of {self.folder} cannot be read for {_some(names)}: {error}") from error
         return tensors
 
 
@@ -187,9 +182,7 @@ def _stored_names(folder: Path) -> dict[str, str]:
     if (folder / SINGLE_FILE).is_file():
         return dict.fromkeys(_names_in(folder / SINGLE_FILE), SINGLE_FILE)
     if next(folder.glob("*.bin"), None) is not None:
-        raise Unsupported(
-            f"{folder} holds pickle weights (*.bin), which are not read; convert them to safetensors"
-        )
+        raise Unsupported(f"{folder} holds pickle weights (*.bin), which are not read; convert them to safetensors")
     raise NotFound(f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}")
 
 

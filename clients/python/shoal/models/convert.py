@@ -72,7 +72,5 @@ def _convert_into(source: Path, folder: Path, tell: Callable[[str], None]) -> No
     tell("writing weights")
     model.save_pretrained(str(folder), max_shard_size=MAX_SHARD_SIZE)
     tell("writing tokenizer")
-    tokenizer = AutoTokenizer.from_pretrained(
-        str(source.parent), gguf_file=source.name, local_files_only=True
-    )
+    tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name, local_files_only=True)
     tokenizer.save_pretrained(str(folder))

@@ -178,17 +178,13 @@ def _row_of(model_type: object) -> FamilyRow:
     for row in _ROWS:
         if row.model_type == model_type:
             return row
-    raise Unsupported(
-        f"model family {model_type!r} is not supported; supported are {', '.join(supported_families())}"
-    )
+    raise Unsupported(f"model family {model_type!r} is not supported; supported are {', '.join(supported_families())}")
 
 
 def _check_options(row: FamilyRow, config: Any) -> None:
     for option in _REFUSED_WHEN_SET:
         if getattr(config, option, None):
-            raise Unsupported(
-                f"config option {option} is not supported for {row.model_type}; use a model without it"
-            )
+            raise Unsupported(f"config option {option} is not supported for {row.model_type}; use a model without it")
     for option, wanted in row.required:
         value = getattr(config, option, wanted)
         if value != wanted:
@@ -199,6 +195,4 @@ def _check_options(row: FamilyRow, config: Any) -> None:
     rope_type = (rope or {}).get("rope_type", "default")
     if rope_type not in _ROPE_TYPES:
         # The others change the table with the longest sequence of a batch: one session would change another.
-        raise Unsupported(
-            f"config option rope_type={rope_type!r} is not supported, only {', '.join(_ROPE_TYPES)}"
-        )
+        raise Unsupported(f"config option rope_type={rope_type!r} is not supported, only {', '.join(_ROPE_TYPES)}")

@@ -74,9 +74,7 @@ def model_key(model: Checkpoint | Path | str, numeric_class: str, prefix: str | 
     return ModelKey(prefix or checkpoint.folder.name, config_digest(checkpoint.config), numeric_class)
 
 
-def block_hashes(
-    checkpoint: Checkpoint, family: Family, span: Span, cache_file: Path | None = None
-) -> list[bytes]:
+def block_hashes(checkpoint: Checkpoint, family: Family, span: Span, cache_file: Path | None = None) -> list[bytes]:
     """Return the SHA-256 of each block of `span`: tensors in name order, each name, type, shape and bytes.
 
     With `cache_file`, hashes found there are taken if no file of the block changed in path, size or time.
@@ -89,9 +87,7 @@ def block_hashes(
     for block in span.blocks():
         names = span_names(family, Span(block, block + 1))
         key = _cache_key(checkpoint, names)
-        digest = (
-            bytes.fromhex(cached[key]) if key in cached else _hash_block(checkpoint, family, block, names)
-        )
+        digest = bytes.fromhex(cached[key]) if key in cached else _hash_block(checkpoint, family, block, names)
         fresh[key] = digest.hex()
         hashes.append(digest)
     if cache_file is not None and not fresh.keys() <= cached.keys():

@@ -1,26 +1,26 @@
 """The one error tree of Shoal. Crosses the wire as status code plus `google.rpc.ErrorInfo` (`shoal.wire.status`).
 
-    ShoalError
-    ├── InvalidRequest          INVALID_ARGUMENT     nobody retries, no server is banned
-    │   ├── BadTensor, SpanMismatch, TooLong
-    ├── NotAuthenticated        UNAUTHENTICATED      retry after a new token
-    ├── NotPermitted            PERMISSION_DENIED    nobody
-    ├── Unsupported             UNIMPLEMENTED        nobody; raised before any call where the client can know
-    ├── NotFound                NOT_FOUND
-    │   ├── UnknownModel        nobody
-    │   └── SessionLost         replay elsewhere
-    ├── AlreadyExists           ALREADY_EXISTS       nobody (same id with the same content is success)
-    ├── PreconditionFailed      FAILED_PRECONDITION  after repairing the state
-    │   ├── LeaseExpired, StepOutOfOrder, BlockHashMismatch
-    ├── Incompatible            FAILED_PRECONDITION  after an upgrade
-    ├── Contended               ABORTED              same call, after a pause
-    ├── Exhausted               RESOURCE_EXHAUSTED   later or another hop; no ban
-    │   ├── CacheFull, QueueFull, QuotaExceeded
-    ├── Unavailable             UNAVAILABLE          another hop
-    │   ├── ServerUnreachable, ServerDraining, NoRoute
-    ├── TimedOut                DEADLINE_EXCEEDED    if idempotent and time remains
-    ├── Corrupted               DATA_LOSS            another hop; report the server
-    └── InternalError           INTERNAL             nobody; the text is in the server's log under the incident id
+ShoalError
+├── InvalidRequest          INVALID_ARGUMENT     nobody retries, no server is banned
+│   ├── BadTensor, SpanMismatch, TooLong
+├── NotAuthenticated        UNAUTHENTICATED      retry after a new token
+├── NotPermitted            PERMISSION_DENIED    nobody
+├── Unsupported             UNIMPLEMENTED        nobody; raised before any call where the client can know
+├── NotFound                NOT_FOUND
+│   ├── UnknownModel        nobody
+│   └── SessionLost         replay elsewhere
+├── AlreadyExists           ALREADY_EXISTS       nobody (same id with the same content is success)
+├── PreconditionFailed      FAILED_PRECONDITION  after repairing the state
+│   ├── LeaseExpired, StepOutOfOrder, BlockHashMismatch
+├── Incompatible            FAILED_PRECONDITION  after an upgrade
+├── Contended               ABORTED              same call, after a pause
+├── Exhausted               RESOURCE_EXHAUSTED   later or another hop; no ban
+│   ├── CacheFull, QueueFull, QuotaExceeded
+├── Unavailable             UNAVAILABLE          another hop
+│   ├── ServerUnreachable, ServerDraining, NoRoute
+├── TimedOut                DEADLINE_EXCEEDED    if idempotent and time remains
+├── Corrupted               DATA_LOSS            another hop; report the server
+└── InternalError           INTERNAL             nobody; the text is in the server's log under the incident id
 """
 
 from __future__ import annotations
