@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from services.registry.schema import upgrade as upgrade_registry
-from shoal.wire.errors import ShoalError
+from shoal.cli.output import emit
 
 URL_VARIABLE = "SHOAL_REGISTRY_DATABASE_URL"
 
@@ -24,11 +23,14 @@ def upgrade(
     database_url: Annotated[
         str, typer.Option(envvar=URL_VARIABLE, show_default=False, help="postgresql://USER:PASSWORD@HOST:PORT/NAME")
     ],
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Bring the schema of each service to the version that this software needs. Safe to run again, and at once."""
-    try:
-        before, after = upgrade_registry(database_url)
-    except ShoalError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from None
-    typer.echo(f"registry: {before} -> {after}" if before != after else f"registry: at {after}, nothing to do")
+    # Loaded here, so that `shoal --help` need not wait for it.
+    from services.registry.schema import upgrade as upgrade_registry
+
+    before, after = upgrade_registry(database_url)
+    if json:
+        emit({"registry": {"before": before, "after": after}})
+    else:
+        typer.echo(f"registry: {before} -> {after}" if before != after else f"registry: at {after}, nothing to do")
