@@ -22,8 +22,10 @@ def _modules(folder: Path, package: str, without: frozenset[str] = frozenset()) 
         _modules(ROOT / "clients/python/shoal/wire", "shoal.wire", frozenset({"tensors"})),
         _modules(ROOT / "clients/python/shoal/swarm", "shoal.swarm"),
         _modules(ROOT / "services/chassis", "services.chassis"),
+        _modules(ROOT / "services/registry", "services.registry"),
+        _modules(ROOT / "services/router", "services.router"),
     ],
-    ids=["wire", "swarm", "chassis"],
+    ids=["wire", "swarm", "chassis", "registry", "router"],
 )
 def test_no_torch(modules: list[str]) -> None:
     code = (
