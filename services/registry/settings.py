@@ -35,6 +35,12 @@ class RegistrySettings(ServiceSettings):
     lease_ttl_s: float = Field(default=15.0, gt=0, le=3600, description="seconds that a lease lasts unless renewed")
     heartbeat_s: float = Field(default=5.0, gt=0, description="seconds between two heartbeats of a server")
     token_ttl_s: float = Field(default=3600.0, ge=1, le=86400, description="seconds that an access token is valid")
+    enrolment_ttl_s: float = Field(
+        default=604_800.0, ge=60, description="seconds that a server counts as one of the swarm without the registry"
+    )
+    dht_peers: Annotated[list[str], NoDecode, BeforeValidator(_split)] = Field(
+        default=[], description="bootstrap peer of the DHT, /ip4/ADDRESS/tcp/PORT/p2p/ID; repeat for more"
+    )
     poll_s: float = Field(default=0.2, gt=0, le=10, description="seconds between two looks at the lease store")
     watch_queue: int = Field(
         default=256, ge=1, description="changes that a watcher may lag behind before it is dropped"

@@ -31,6 +31,7 @@ POLICY: dict[str, MethodPolicy] = {
     PREFIX + "ListServers": allow(Role.USER, Role.OPERATOR),
     PREFIX + "GetCoverage": allow(),
     PREFIX + "WatchSwarm": allow(),
+    PREFIX + "AdoptRecords": allow(Role.SERVICE, Role.OPERATOR),
 }
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.models.checkpoint import Checkpoint, span_names
 from shoal.models.families import Family, describe
+from shoal.models.prefixes import model_prefix
 from shoal.swarm.snapshot import ModelKey
 from shoal.swarm.spans import Span
 from shoal.wire.errors import Unsupported
@@ -65,13 +66,14 @@ def dtype_of(numeric_class: str) -> torch.dtype:
 def model_key(model: Checkpoint | Path | str, numeric_class: str, prefix: str | None = None) -> ModelKey:
     """Return the identity of a model: an open checkpoint or a folder.
 
-    `prefix` is the model's name in the swarm; by default the last component of the folder.
+    `prefix` is the model's name in the swarm; by default as `shoal.models.prefixes.model_prefix` has it for a folder.
 
     Raises:
         Unsupported, NotFound, InvalidRequest: as `Checkpoint.open`.
     """
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
-    return ModelKey(prefix or checkpoint.folder.name, config_digest(checkpoint.config), numeric_class)
+    name = model_prefix(checkpoint.folder, checkpoint.config, prefix or "")
+    return ModelKey(name, config_digest(checkpoint.config), numeric_class)
 
 
 def block_hashes(checkpoint: Checkpoint, family: Family, span: Span, cache_file: Path | None = None) -> list[bytes]:
