@@ -1,4 +1,4 @@
-"""Keeps the server's lease: signs its record, announces it, sends heartbeats, and does so again after any break.
+"""Keeps the server's lease: announces its record, sends heartbeats, and does so again after any break.
 
 A refusal for a reason that time does not mend (wrong weights, wrong credentials, a bad record) ends it with that
 error. Lives in the event loop.
@@ -11,19 +11,19 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
 
-from services.block_server.facts import Facts, Lifecycle
+from services.block_server.signing import RECORD_LIFE_S, RecordSigner
 from services.chassis.errors import expected_error
 from services.chassis.loops import keep_trying
-from shoal.swarm.snapshot import Load, Speed
-from shoal.v1 import common_pb2, registry_pb2, registry_pb2_grpc, swarm_pb2
-from shoal.wire.clock import from_duration, now_s, to_timestamp
+from shoal.v1 import registry_pb2, registry_pb2_grpc
+from shoal.wire.clock import from_duration
 from shoal.wire.errors import (
+    Contended,
     Exhausted,
+    InternalError,
     LeaseExpired,
     NotAuthenticated,
     ServerUnreachable,
@@ -31,82 +31,48 @@ from shoal.wire.errors import (
     TimedOut,
     Unavailable,
 )
-from shoal.wire.identity import IdentityKey
 from shoal.wire.logs import get_logger
 from shoal.wire.membership import Membership
-from shoal.wire.records import (
-    capacity_to_proto,
-    load_to_proto,
-    model_to_proto,
-    sign_record,
-    span_to_proto,
-    speed_to_proto,
-    state_to_proto,
-)
+from shoal.wire.records import load_to_proto, state_to_proto
 from shoal.wire.status import from_rpc_error
 
-RECORD_LIFE_S = 3600.0
 FIRST_HEARTBEAT_S = 5.0
 FIRST_LEASE_S = 15.0
 SHORTEST_HEARTBEAT_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Announced:
-    """What the record says beside the facts."""
-
-    address: str
-    certificate: bytes
-    public_name: str
-    software: str
+# What passes by itself: an outage, and what a registry says whose own stores are in trouble.
+PASSING = (Unavailable, TimedOut, LeaseExpired, Exhausted, Contended, InternalError)
 
 
 class Announcer:
     """Announces one server. The registry answers each frame with a lease, in order."""
 
     def __init__(
-        self,
-        key: IdentityKey,
-        membership: Membership,
-        facts: Facts,
-        lifecycle: Lifecycle,
-        announced: Announced,
-        load: Callable[[], Load],
+        self, signer: RecordSigner, membership: Membership, enrolled: Callable[[str], None] = lambda _: None
     ) -> None:
-        self._key = key
+        """`enrolled` gets each enrolment that comes with a lease."""
+        self._signer = signer
         self._membership = membership
-        self._facts = facts
-        self._lifecycle = lifecycle
-        self._announced = announced
-        self._load = load
-        self._speed = Speed(0.0, 0.0, 0.0)
-        self._sequence = 0
+        self._enrolled = enrolled
         self._changed = asyncio.Event()
         self._granted = asyncio.Event()
         self._had_lease = False
         self._log = get_logger("services.block_server")
-        self._record = self._sign()
-
-    def record(self) -> common_pb2.SignedEnvelope:
-        """Return the newest signed record."""
-        return self._record
-
-    def set_speed(self, speed: Speed) -> None:
-        """Put measured speed into the records that are signed from now on."""
-        self._speed = speed
 
     def announce_soon(self) -> None:
         """Announce the server as it is now, without waiting."""
         self._changed.set()
 
-    async def announce(self) -> None:
-        """Announce the server as it is now, and wait until the registry has granted a lease for it.
+    async def announce(self, wait_s: float | None = None) -> bool:
+        """Announce the server as it is now; tell whether the registry granted a lease for it within `wait_s`.
 
-        Waits for as long as the registry is away.
+        None waits for as long as the registry is away.
         """
         self._granted.clear()
         self._changed.set()
-        await self._granted.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._granted.wait()
+        return self._granted.is_set()
 
     async def run(self) -> None:
         """Hold the lease. Never returns.
@@ -114,18 +80,28 @@ class Announcer:
         Raises:
             ShoalError: if the registry refuses for a reason that does not pass.
         """
-        await keep_trying("announce", self._attempt, (Unavailable, TimedOut, LeaseExpired, Exhausted))
+        await keep_trying("announce", self._attempt, PASSING)
 
     async def _attempt(self) -> None:
         try:
             await self._hold_lease()
         except ShoalError as error:
             self._log.warning("announce.failed", reason=error.reason, text=error.message)
-            if isinstance(error, NotAuthenticated) and self._had_lease:
-                # The token ended or the registry's keys changed while it was away: the API key still counts.
-                await self._membership.refresh()
+            if isinstance(error, NotAuthenticated) and (self._had_lease or not self._membership.live):
+                await self._renew_token()
                 raise Unavailable("the access token was renewed") from error
             raise
+
+    async def _renew_token(self) -> None:
+        """Get a new token: the old one ended or the registry's keys changed while it was away.
+
+        A server that was welcome before does not end when the registry refuses its key as well: it may have lost its
+        database, and there are sessions to serve.
+        """
+        try:
+            await self._membership.refresh()
+        except NotAuthenticated as error:
+            raise Unavailable(f"the registry refuses the API key now: {error.message}") from error
 
     async def _hold_lease(self) -> None:
         stub = registry_pb2_grpc.RegistryServiceStub(self._membership.registry)
@@ -147,10 +123,10 @@ class Announcer:
         while True:
             if self._changed.is_set() or time.monotonic() - signed_at_s > RECORD_LIFE_S / 2:
                 self._changed.clear()
-                self._record = self._sign()
+                record = self._signer.sign()
                 signed_at_s = time.monotonic()
                 stream.record_number = stream.sent + 1
-                await stream.write(registry_pb2.AnnounceServerRequest(record=self._record))
+                await stream.write(registry_pb2.AnnounceServerRequest(record=record))
             else:
                 await stream.write(registry_pb2.AnnounceServerRequest(heartbeat=self._heartbeat()))
             with suppress(TimeoutError):
@@ -162,42 +138,19 @@ class Announcer:
             lease = await stream.read()
             if lease.token_keys:
                 self._membership.adopt_keys(lease.token_keys)
+            if lease.enrolment:
+                self._enrolled(lease.enrolment)
             stream.heartbeat_s = max(from_duration(lease.heartbeat_interval), SHORTEST_HEARTBEAT_S)
             stream.patience_s = max(from_duration(lease.ttl), 2 * stream.heartbeat_s)
             if not self._had_lease:
-                self._log.info("lease.granted", server_id=self._key.server_id, ttl_s=from_duration(lease.ttl))
+                self._log.info("lease.granted", server_id=self._signer.server_id, ttl_s=from_duration(lease.ttl))
             self._had_lease = True
             if stream.received >= stream.record_number and not self._changed.is_set():
                 self._granted.set()
 
     def _heartbeat(self) -> registry_pb2.ServerHeartbeat:
-        return registry_pb2.ServerHeartbeat(
-            state=state_to_proto(self._lifecycle.state), load=load_to_proto(self._load())
-        )
-
-    def _sign(self) -> common_pb2.SignedEnvelope:
-        time_s = now_s()
-        # Grows over restarts of the process too, as nothing but the clock is remembered.
-        self._sequence = max(self._sequence + 1, int(time_s * 1000))
-        facts, announced = self._facts, self._announced
-        record = swarm_pb2.ServerRecord(
-            certificate=announced.certificate,
-            address=announced.address,
-            model=model_to_proto(facts.model),
-            num_blocks=facts.family.num_blocks,
-            span=span_to_proto(facts.span),
-            block_hashes=facts.block_hashes,
-            capacity=capacity_to_proto(facts.capacity),
-            speed=speed_to_proto(self._speed),
-            state=state_to_proto(self._lifecycle.state),
-            load=load_to_proto(self._load()),
-            public_name=announced.public_name,
-            software=announced.software,
-            sequence=self._sequence,
-            issued_at=to_timestamp(time_s),
-            expires_at=to_timestamp(time_s + RECORD_LIFE_S),
-        )
-        return sign_record(self._key, record)
+        state, load = state_to_proto(self._signer.state), load_to_proto(self._signer.load())
+        return registry_pb2.ServerHeartbeat(state=state, load=load)
 
 
 class _Stream:

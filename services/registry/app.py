@@ -27,7 +27,6 @@ from services.registry.store_archive import KeyOwner
 from services.registry.store_archive_sql import SqlArchive
 from services.registry.store_leases_redis import RedisLeases
 from services.registry.watchers import Watchers
-from shoal.dht.identity import check_peer
 from shoal.v1 import registry_pb2, registry_pb2_grpc
 from shoal.wire.clock import backoff_s
 from shoal.wire.errors import InvalidRequest, ShoalError, Unavailable
@@ -84,7 +83,7 @@ def _facts(settings: RegistrySettings, signer: TokenSigner) -> SwarmFacts:
         token_ttl_s=settings.token_ttl_s,
         heartbeat_s=settings.heartbeat_s,
         enrolment_ttl_s=settings.enrolment_ttl_s,
-        dht_peers=tuple(check_peer(peer) for peer in settings.dht_peers),
+        dht_peers=tuple(settings.dht_peers),
     )
 
 

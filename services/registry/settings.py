@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import BeforeValidator, Field, SecretStr, model_validator
-from pydantic_settings import NoDecode
+from pydantic import Field, SecretStr, model_validator
 
-from services.chassis.settings import ServiceSettings, service_config
-
-
-def _split(value: object) -> object:
-    """Take a text as a list separated by commas, as variables of the environment hold it."""
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list):
-        return value
-    return [part.strip() for text in texts for part in str(text).split(",") if part.strip()]
+from services.chassis.settings import Peers, ServiceSettings, Texts, service_config
 
 
 class RegistrySettings(ServiceSettings):
@@ -26,7 +17,7 @@ class RegistrySettings(ServiceSettings):
 
     database_url: SecretStr = Field(description="postgresql://USER:PASSWORD@HOST:PORT/NAME")
     redis_url: SecretStr = Field(description="redis://:PASSWORD@HOST:PORT/0 of a Redis or Valkey, 7 or newer")
-    routers: Annotated[list[str], NoDecode, BeforeValidator(_split)] = Field(
+    routers: Texts = Field(
         default=[], description="router as HOST:PORT=CERTIFICATE.pem; repeat, or separate by commas, for more"
     )
     api_keys_file: Path | None = Field(
@@ -38,7 +29,7 @@ class RegistrySettings(ServiceSettings):
     enrolment_ttl_s: float = Field(
         default=604_800.0, ge=60, description="seconds that a server counts as one of the swarm without the registry"
     )
-    dht_peers: Annotated[list[str], NoDecode, BeforeValidator(_split)] = Field(
+    dht_peers: Peers = Field(
         default=[], description="bootstrap peer of the DHT, /ip4/ADDRESS/tcp/PORT/p2p/ID; repeat for more"
     )
     poll_s: float = Field(default=0.2, gt=0, le=10, description="seconds between two looks at the lease store")

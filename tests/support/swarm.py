@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -48,13 +49,19 @@ class _Silent:
 class LiveSwarm:
     """Starts in `__enter__`, is complete after it, and is gone after `__exit__`."""
 
-    def __init__(self, model: Path, spans: Sequence[str], *, threads: int = 1, options: Sequence[str] = ()) -> None:
-        """One server for each span, named `server-1`, `server-2`, ...; `options` go to each `shoal server run`."""
+    def __init__(
+        self, model: Path, spans: Sequence[str], *, threads: int = 1, options: Sequence[str] = (), dht: bool = False
+    ) -> None:
+        """One server for each span, named `server-1`, `server-2`, ...; `options` go to each `shoal server run`.
+
+        With `dht` there is a DHT node, which registry and servers know of.
+        """
         self.model = model
         self.children: dict[str, LeashedChild] = {}
         self._spans = list(spans)
         self._threads = threads
         self._options = tuple(options)
+        self._dht = dht
         self._stack = ExitStack()
         self._model_of: dict[str, Path] = {}
         self._span_of: dict[str, str] = {}
@@ -78,24 +85,29 @@ class LiveSwarm:
         self.folder = DataFolder(root)
         self._stack.callback(self._stop_all)
         self._swarm = Swarm(plan.Options(self.model, 1), self.folder, _Silent())
+        if not self._dht:
+            self._swarm.addresses = replace(self._swarm.addresses, dht_peer="")
         self.url = str(self._swarm.url)
         self.api_key = self._swarm.keys.user
         self.postgres = self._stack.enter_context(EmbeddedPostgres(root / "postgres"))
         self.valkey = self._stack.enter_context(EmbeddedValkey())
         self._stack.callback(self._stop_all)
         self._swarm.upgrade_schema(self.postgres.url)
-        for name in (plan.REGISTRY, plan.ROUTER):
+        services = (plan.REGISTRY, plan.ROUTER, *([plan.DHT_NODE] if self._dht else []))
+        for name in services:
             self.start_service(name)
         names = [self.start_server(span, wait=False) for span in self._spans]
-        for name in (plan.REGISTRY, plan.ROUTER, *names):
+        for name in (*services, *names):
             self.wait_ready(name)
         self.wait_until(lambda status: online(status) == len(names), "all servers are online")
 
     def start_service(self, name: str) -> None:
-        """Start the registry or the router (again)."""
+        """Start the registry, the router or the DHT node (again)."""
         at = self._swarm.addresses
         if name == plan.REGISTRY:
             child = plan.registry(self.folder, at, self.postgres.url, self.valkey.url)
+        elif name == plan.DHT_NODE:
+            child = plan.dht_node(self.folder, at, self._swarm.keys)
         else:
             child = plan.router(self.folder, at, self._swarm.keys)
         self._launch(name, child.command, child.env)

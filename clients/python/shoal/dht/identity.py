@@ -6,13 +6,14 @@ Knows the format itself, so that the address of a node can be told before it sta
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from shoal.wire.errors import InvalidRequest
 from shoal.wire.private_files import load_or_create_private
-from shoal.wire.swarm_url import split_address
+from shoal.wire.swarm_url import join_address, split_address
 
 IDENTITY_FILE = "dht.identity"
 # Protobuf messages {type: Ed25519, data: 64 bytes} and {type: Ed25519, data: 32 bytes}, as libp2p defines them.
@@ -65,6 +66,13 @@ def check_peer(peer: str) -> str:
     if len(parts) < 5 or parts[0] or parts[-2] != "p2p" or not all(parts[1:]) or any(c.isspace() for c in peer):
         raise InvalidRequest(f"expected a peer such as /ip4/ADDRESS/tcp/PORT/p2p/ID, got {peer[:200]!r}")
     return peer
+
+
+def listened_on(listen: str, addresses: Sequence[str]) -> str:
+    """Return `HOST:PORT` with the port that a node took for port 0, as its multiaddrs tell; else as it is."""
+    host, port = split_address(listen)
+    ports = [address.split("/")[4] for address in addresses if address.split("/")[3:4] == ["tcp"]]
+    return join_address(host, int(ports[0])) if not port and ports else listen
 
 
 def _new_identity() -> bytes:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.dht.book import RecordBook
-from shoal.dht.identity import check_peer
+from shoal.dht.identity import check_peer, listened_on
 from shoal.dht.node import DhtNode, NodeOptions
 from shoal.wire.clock import backoff_s, jitter
-from shoal.wire.errors import InvalidRequest, Unavailable
+from shoal.wire.errors import InvalidRequest, Unavailable, Unsupported
 from shoal.wire.logs import get_logger
 from shoal.wire.private_files import write_private
 
@@ -47,6 +47,7 @@ class DhtLink:
         self._options = options
         self._book = book
         self._node: DhtNode | None = None
+        self._listen = options.node.listen
         self._opened = asyncio.Event()
         self._peers = options.node.initial_peers
         self._log = get_logger("shoal.dht")
@@ -55,6 +56,11 @@ class DhtLink:
     def book(self) -> RecordBook:
         """What is believed of what the node finds."""
         return self._book
+
+    @property
+    def can_open(self) -> bool:
+        """Tell whether there is anybody to join by, or need not be."""
+        return bool(self._peers) or self._options.may_be_alone or bool(_read_peers(self._options.memory))
 
     def add_peers(self, peers: Sequence[str]) -> None:
         """Have more peers to join by, told by somebody who is trusted; they count from the next opening on."""
@@ -76,11 +82,14 @@ class DhtLink:
         return self._node
 
     async def run(self) -> None:
-        """Keep a node open until cancelled; then close it."""
+        """Keep a node open until cancelled; then close it. Ends by itself only if hivemind is not installed."""
         failures = 0
         while True:
             try:
                 node = await self._open()
+            except Unsupported as error:
+                self._log.warning("dht.impossible", reason=error.message)
+                return
             except (Unavailable, InvalidRequest) as error:
                 self._log.warning("dht.not_joined", reason=error.message, failures=failures)
                 await asyncio.sleep(backoff_s(failures, FIRST_RETRY_S, LONGEST_RETRY_S))
@@ -100,12 +109,15 @@ class DhtLink:
     async def _open(self) -> DhtNode:
         options = self._options
         peers = tuple(dict.fromkeys([*self._peers, *_read_peers(options.memory)]))
+        wanted = replace(options.node, initial_peers=peers, listen=self._listen)
         try:
-            node = await DhtNode.open(replace(options.node, initial_peers=peers), self._book)
+            node = await DhtNode.open(wanted, self._book)
         except Unavailable:
             if not options.may_be_alone or not peers:
                 raise
-            node = await DhtNode.open(replace(options.node, initial_peers=()), self._book)
+            node = await DhtNode.open(replace(wanted, initial_peers=()), self._book)
+        # The next node of this link listens where the others know this one.
+        self._listen = listened_on(wanted.listen, node.addresses)
         self._node = node
         self._opened.set()
         return node

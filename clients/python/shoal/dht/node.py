@@ -16,7 +16,7 @@ from typing import Any
 
 from shoal.dht.book import RecordBook
 from shoal.dht.identity import check_peer, host_address
-from shoal.wire.errors import Unavailable
+from shoal.wire.errors import Unavailable, Unsupported
 from shoal.wire.swarm_url import join_address, split_address
 
 OPEN_TIMEOUT_S = 20.0
@@ -57,6 +57,7 @@ class DhtNode:
 
         Raises:
             Unavailable: if the daemon does not start, or none of the initial peers answers.
+            Unsupported: if hivemind is not installed.
             InvalidRequest: if an address or peer is malformed.
         """
         hivemind = await asyncio.to_thread(_load_hivemind)
@@ -158,14 +159,14 @@ def _load_hivemind() -> _Hivemind:
     """Import hivemind. The first time takes a second or two, more if torch was not loaded before.
 
     Raises:
-        Unavailable: if it is not installed.
+        Unsupported: if it is not installed.
     """
     try:
         node = importlib.import_module("hivemind.dht.node")
         p2p = importlib.import_module("hivemind.p2p")
         validator = importlib.import_module("shoal.dht.validator")
     except ModuleNotFoundError as error:
-        raise Unavailable(f"the DHT needs {error.name}: pip install 'shoal[dht]'") from error
+        raise Unsupported(f"the DHT needs {error.name}: pip install 'shoal[dht]'") from error
     # Its records go where this process's records go, not to a handler of its own.
     importlib.import_module("hivemind.utils.logging").use_hivemind_log_handler("nowhere")
     return _Hivemind(node.DHTNode, p2p.P2P, p2p.PeerID, validator.SignedRecordValidator)

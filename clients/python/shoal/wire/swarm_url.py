@@ -109,6 +109,7 @@ class SwarmFile:
     pid: int = 0
     state_dir: str = ""
     model: str = ""
+    initial_peers: tuple[str, ...] = ()
 
     def write(self, path: Path | None = None) -> None:
         """Write the file at once, to the default place unless told otherwise."""
@@ -125,7 +126,7 @@ class SwarmFile:
         try:
             values = json.loads(read_private(path))
             known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-            found = cls(**known)
+            found = cls(**{**known, "initial_peers": tuple(known.get("initial_peers", ()))})
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError) as error:
