@@ -16,6 +16,7 @@ from shoal.client.generation import RemoteGenerationMixin
 from shoal.client.remote import RemoteSequential
 from shoal.models.checkpoint import Checkpoint
 from shoal.models.families import AttentionKind, Family
+from shoal.models.prefixes import model_prefix
 from shoal.wire.errors import NotFound, Unsupported
 
 _HUB_OPTIONS = ("revision", "token", "cache_dir")
@@ -47,6 +48,8 @@ class AutoDistributedModelForCausalLM:
             model: folder with `config.json` and safetensors.
             swarm: `shoal://HOST:PORT#SHA256`; by default `$SHOAL_SWARM`, else the file that `shoal up` wrote.
             api_key: by default `$SHOAL_API_KEY`, else that file's.
+            initial_peers: nodes to join the DHT by, `/ip4/ADDRESS/tcp/PORT/p2p/ID`, beside those that registry and file
+                name; needed only while the registry is away and nothing is known of the DHT.
             config: limits and preferences of routes and sessions.
             dtype: element type; by default the one that the swarm serves.
 
@@ -55,7 +58,7 @@ class AutoDistributedModelForCausalLM:
             NotFound: if the folder or a tensor is missing.
             UnknownModel: if the swarm does not serve the model.
         """
-        hub = {"revision": revision, "token": token, "cache_dir": cache_dir, "initial_peers": initial_peers}
+        hub = {"revision": revision, "token": token, "cache_dir": cache_dir}
         for name, value in hub.items():
             if value is not None:
                 raise Unsupported(f"from_pretrained(): {name} is not supported yet; leave it out", option=name)
@@ -67,7 +70,13 @@ class AutoDistributedModelForCausalLM:
             )
         checkpoint = Checkpoint.open(folder)
         connection = SwarmConnection.join(
-            checkpoint.family, folder.resolve().name, swarm=swarm, api_key=api_key, dtype=dtype, config=config
+            checkpoint.family,
+            model_prefix(folder.resolve(), checkpoint.config),
+            swarm=swarm,
+            api_key=api_key,
+            dtype=dtype,
+            config=config,
+            initial_peers=initial_peers or (),
         )
         try:
             return build_model(checkpoint, connection)

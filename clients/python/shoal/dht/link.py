@@ -41,7 +41,7 @@ class LinkOptions:
 
 
 class DhtLink:
-    """`run` keeps a node open; `node` gives it. One event loop."""
+    """`run` keeps a node open; `node` gives it, and sets `wanted` if somebody waits for it. One event loop."""
 
     def __init__(self, options: LinkOptions, book: RecordBook) -> None:
         self._options = options
@@ -49,6 +49,8 @@ class DhtLink:
         self._node: DhtNode | None = None
         self._listen = options.node.listen
         self._opened = asyncio.Event()
+        self._impossible = False
+        self.wanted = asyncio.Event()
         self._peers = options.node.initial_peers
         self._log = get_logger("shoal.dht")
 
@@ -60,6 +62,8 @@ class DhtLink:
     @property
     def can_open(self) -> bool:
         """Tell whether there is anybody to join by, or need not be."""
+        if self._impossible:
+            return False
         return bool(self._peers) or self._options.may_be_alone or bool(_read_peers(self._options.memory))
 
     def add_peers(self, peers: Sequence[str]) -> None:
@@ -73,7 +77,8 @@ class DhtLink:
         Raises:
             Unavailable: if there is none.
         """
-        if self._node is None and wait_s > 0:
+        if self._node is None and wait_s > 0 and self.can_open:
+            self.wanted.set()
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._opened.wait()
@@ -88,6 +93,7 @@ class DhtLink:
             try:
                 node = await self._open()
             except Unsupported as error:
+                self._impossible = True
                 self._log.warning("dht.impossible", reason=error.message)
                 return
             except (Unavailable, InvalidRequest) as error:
@@ -102,9 +108,14 @@ class DhtLink:
             except Unavailable as error:
                 self._log.warning("dht.lost", reason=error.message)
             finally:
-                self._node = None
                 self._opened.clear()
-                await asyncio.shield(node.close())
+                await self.close()
+
+    async def close(self) -> None:
+        """Close the node now, for whoever cannot wait for the end of `run`. May be called again."""
+        node, self._node = self._node, None
+        if node is not None:
+            await node.close()
 
     async def _open(self) -> DhtNode:
         options = self._options

@@ -22,6 +22,9 @@ from shoal.wire.swarm_url import SwarmUrl, swarm_file_path
 from shoal.wire.tls import fingerprint
 from shoal.wire.tokens import api_key_digest
 
+# Of all swarms together; each has two.
+MOST_FILES = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
@@ -37,6 +40,11 @@ def memory_path(url: SwarmUrl, api_key: str) -> Path:
     return swarm_file_path().parent / "members" / f"{name}.json"
 
 
+def peers_path(url: SwarmUrl) -> Path:
+    """Return where a client remembers peers of the swarm's DHT."""
+    return swarm_file_path().parent / "members" / f"{url.fingerprint[:16]}.peers.json"
+
+
 def remember(path: Path, url: SwarmUrl, api_key: str, known: Remembered) -> None:
     """Write the file at once. A full or read-only disk must not end a member that has a swarm to work with."""
     values = {
@@ -47,6 +55,14 @@ def remember(path: Path, url: SwarmUrl, api_key: str, known: Remembered) -> None
     }
     with suppress(OSError):
         write_private(path, json.dumps(values).encode())
+        _forget_oldest(path.parent)
+
+
+def _forget_oldest(folder: Path) -> None:
+    """Keep the files of the swarms that were used last."""
+    files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    for file in files[MOST_FILES:]:
+        file.unlink(missing_ok=True)
 
 
 def recall(path: Path, url: SwarmUrl, api_key: str) -> Remembered | None:

@@ -142,6 +142,12 @@ def swarm_file_path(environ: Mapping[str, str] | None = None) -> Path:
     return Path(folder or platformdirs.user_config_dir(SCHEME)) / "swarm.json"
 
 
+def known_peers(url: SwarmUrl) -> tuple[str, ...]:
+    """Return the peers of the DHT that the swarm file names, if it is the file of this swarm."""
+    file = SwarmFile.read()
+    return file.initial_peers if file is not None and file.url == str(url) else ()
+
+
 def resolve_swarm(
     url: str | None = None, api_key: str | None = None, environ: Mapping[str, str] | None = None
 ) -> tuple[SwarmUrl, str]:
