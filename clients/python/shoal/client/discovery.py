@@ -66,7 +66,7 @@ class Discovery:
         if not self._link.can_open:
             return router
         local = DhtRoutes(self._directory, model.prefix)
-        self._routes = FailoverRoutes(router, local), local
+        self._routes = FailoverRoutes(router, local, degraded=not self._membership.live), local
         return self._routes[0]
 
     async def run(self) -> None:

@@ -46,13 +46,17 @@ class Preference:
 
 
 class FailoverRoutes:
-    """Asks `primary`, or `fallback` while `primary` is away. `run` looks whether it is back. One event loop."""
+    """Asks `primary`, or `fallback` while `primary` is away. `run` looks whether it is back. One event loop.
+
+    It begins `degraded` if the control plane is known to be away.
+    """
 
     def __init__(
         self,
         primary: RouteSource,
         fallback: RouteSource,
         *,
+        degraded: bool = False,
         steady_s: float = STEADY_S,
         monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -60,8 +64,9 @@ class FailoverRoutes:
         self._fallback = fallback
         self._steady_s = steady_s
         self._monotonic_s = monotonic_s
-        self._preference = Preference()
+        self._preference = Preference(degraded)
         self._switched = asyncio.Event()
+        self._switched.set()
         self._last: RouteRequest | None = None
         self._log = get_logger("shoal.client")
 

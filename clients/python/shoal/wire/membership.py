@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import grpc
 import grpc.aio
 
 from shoal.v1 import registry_pb2, registry_pb2_grpc
@@ -268,9 +269,13 @@ class Membership:
 
 
 async def _connects(channel: grpc.aio.Channel) -> bool:
+    """Tell whether the channel is or gets connected; a refusal counts at once."""
+    state = channel.get_state(try_to_connect=True)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            await channel.channel_ready()
+            while state in (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING):
+                await channel.wait_for_state_change(state)
+                state = channel.get_state(try_to_connect=True)
     except TimeoutError:
         return False
-    return True
+    return state is grpc.ChannelConnectivity.READY
