@@ -56,6 +56,7 @@ class Announcer:
         self._changed = asyncio.Event()
         self._granted = asyncio.Event()
         self._had_lease = False
+        self._failure = ""
         self._log = get_logger("services.block_server")
 
     def announce_soon(self) -> None:
@@ -86,11 +87,17 @@ class Announcer:
         try:
             await self._hold_lease()
         except ShoalError as error:
-            self._log.warning("announce.failed", reason=error.reason, text=error.message)
+            self._tell(error)
             if isinstance(error, NotAuthenticated) and (self._had_lease or not self._membership.live):
                 await self._renew_token()
                 raise Unavailable("the access token was renewed") from error
             raise
+
+    def _tell(self, error: ShoalError) -> None:
+        """Warn of an outage once, not at every try."""
+        log = self._log.debug if error.reason == self._failure else self._log.warning
+        log("announce.failed", reason=error.reason, text=error.message)
+        self._failure = error.reason
 
     async def _renew_token(self) -> None:
         """Get a new token: the old one ended or the registry's keys changed while it was away.
@@ -142,9 +149,9 @@ class Announcer:
                 self._enrolled(lease.enrolment)
             stream.heartbeat_s = max(from_duration(lease.heartbeat_interval), SHORTEST_HEARTBEAT_S)
             stream.patience_s = max(from_duration(lease.ttl), 2 * stream.heartbeat_s)
-            if not self._had_lease:
+            if not self._had_lease or self._failure:
                 self._log.info("lease.granted", server_id=self._signer.server_id, ttl_s=from_duration(lease.ttl))
-            self._had_lease = True
+            self._had_lease, self._failure = True, ""
             if stream.received >= stream.record_number and not self._changed.is_set():
                 self._granted.set()
 

@@ -32,7 +32,7 @@ class Forwarder:
         self._directory = directory
         self._adopt = adopt
         self._every_s = every_s
-        self._last: Counter[str] = Counter()
+        self._last: Counter[str] | str = ""
         self._log = get_logger("services.dht_node")
 
     async def run(self) -> None:
@@ -42,7 +42,9 @@ class Forwarder:
             try:
                 counts = await self.forward()
             except ShoalError as error:
-                self._log.info("records.not_forwarded", reason=error.reason, text=error.message)
+                if error.reason != self._last:
+                    self._last = error.reason
+                    self._log.warning("records.not_forwarded", reason=error.reason, text=error.message)
                 continue
             if counts != self._last:
                 self._last = counts

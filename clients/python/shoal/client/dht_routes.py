@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import Protocol
 
 from shoal.client.routes import SnapshotRoutes
-from shoal.dht.directory import SwarmDirectory
 from shoal.swarm.routing import Route, RouteRequest
 from shoal.swarm.snapshot import SwarmSnapshot
 from shoal.wire.clock import jitter, now_s
@@ -25,11 +25,19 @@ BUSY_FOR_S = 60.0
 READ_TIMEOUT_S = 10.0
 
 
+class SnapshotReader(Protocol):
+    """Reads what the DHT says of a model's servers: `SwarmDirectory`."""
+
+    async def snapshot(self, prefix: str, wait_s: float = 0.0) -> SwarmSnapshot:
+        """Return the servers of a prefix, or raise Unavailable."""
+        ...
+
+
 class DhtRoutes:
     """Plans routes for the models of one prefix. `run` keeps the snapshot fresh. One event loop."""
 
     def __init__(
-        self, directory: SwarmDirectory, prefix: str, monotonic_s: Callable[[], float] = time.monotonic
+        self, directory: SnapshotReader, prefix: str, monotonic_s: Callable[[], float] = time.monotonic
     ) -> None:
         self._directory = directory
         self._prefix = prefix
