@@ -71,8 +71,8 @@ def recall(path: Path, url: SwarmUrl, api_key: str) -> Remembered | None:
         values = json.loads(read_private(path))
         if (values["swarm"], values["api_key_digest"]) != (str(url), api_key_digest(api_key)):
             return None
-        certificate = base64.b64decode(values["certificate"])
-        info = registry_pb2.GetSwarmInfoResponse.FromString(base64.b64decode(values["info"]))
+        certificate = base64.b64decode(values["certificate"], validate=True)
+        info = registry_pb2.GetSwarmInfoResponse.FromString(base64.b64decode(values["info"], validate=True))
     except (OSError, ValueError, TypeError, KeyError, DecodeError, InvalidRequest):
         return None
     return Remembered(certificate, info) if fingerprint(certificate) == url.fingerprint else None
