@@ -20,7 +20,8 @@ class SwarmDirectory:
 
     def __init__(self, link: DhtLink) -> None:
         self._link = link
-        self._listed_until_s = 0.0
+        # Until when models that this process announced are listed, as far as it knows.
+        self._listed_until_s: dict[str, float] = {}
         self._log = get_logger("shoal.dht")
 
     @property
@@ -40,18 +41,21 @@ class SwarmDirectory:
         key, end_s = server_key(server.model.prefix, server.server_id), server.expires_at_s
         if not await node.store(key, server.server_id, value, end_s):
             raise Unavailable("no node of the DHT took the record")
-        if server.state is not ServerState.OFFLINE and self._listed_until_s < (now + end_s) / 2:
+        if server.state is not ServerState.OFFLINE and self._needs_listing(server, now):
             await self._list_model(server, value)
+
+    def _needs_listing(self, server: Server, now: float) -> bool:
+        return self._listed_until_s.get(server.model.prefix, 0.0) < (now + server.expires_at_s) / 2
 
     async def _list_model(self, server: Server, value: bytes) -> None:
         """List the model unless another of its servers did so lately: the key is one for the whole swarm."""
         node, now, prefix = await self._link.node(), now_s(), server.model.prefix
         entries = (await node.find([MODELS_KEY]))[MODELS_KEY]
         listed = self._link.book.take(MODELS_KEY, {key: entries[key] for key in entries if key == prefix}, now)
-        self._listed_until_s = max((other.expires_at_s for other in listed), default=0.0)
-        if self._listed_until_s < (now + server.expires_at_s) / 2:
+        self._listed_until_s = {prefix: max((other.expires_at_s for other in listed), default=0.0)}
+        if self._needs_listing(server, now):
             await node.store(MODELS_KEY, prefix, value, server.expires_at_s)
-            self._listed_until_s = server.expires_at_s
+            self._listed_until_s = {prefix: server.expires_at_s}
 
     async def snapshot(self, prefix: str, wait_s: float = 0.0) -> SwarmSnapshot:
         """Return the servers of a prefix whose records are believed. It is partial if this node knows no other.

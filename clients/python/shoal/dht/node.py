@@ -22,6 +22,7 @@ from shoal.wire.swarm_url import join_address, split_address
 OPEN_TIMEOUT_S = 20.0
 CALL_TIMEOUT_S = 8.0
 CLOSE_TIMEOUT_S = 2.0
+EXIT_NOTICE_S = 0.1
 # How long another node may take to answer. hivemind leaves one alone that did not, longer each time.
 PEER_TIMEOUT_S = 2.0
 
@@ -62,7 +63,12 @@ class DhtNode:
         """
         hivemind = await asyncio.to_thread(_load_hivemind)
         async with _translated("the DHT cannot be joined", OPEN_TIMEOUT_S):
-            p2p = await hivemind.P2P.create(**_daemon_arguments(options))
+            try:
+                p2p = await hivemind.P2P.create(**_daemon_arguments(options))
+            except hivemind.P2PDaemonError:
+                # The end of a daemon that gave up is noticed a moment after its last words.
+                await asyncio.sleep(EXIT_NOTICE_S)
+                raise
             try:
                 node = await hivemind.DHTNode.create(
                     p2p=p2p,
@@ -152,6 +158,7 @@ class _Hivemind:
     DHTNode: Any
     P2P: Any
     PeerID: Any
+    P2PDaemonError: type[Exception]
     SignedRecordValidator: Any
 
 
@@ -169,7 +176,7 @@ def _load_hivemind() -> _Hivemind:
         raise Unsupported(f"the DHT needs {error.name}: pip install 'shoal[dht]'") from error
     # Its records go where this process's records go, not to a handler of its own.
     importlib.import_module("hivemind.utils.logging").use_hivemind_log_handler("nowhere")
-    return _Hivemind(node.DHTNode, p2p.P2P, p2p.PeerID, validator.SignedRecordValidator)
+    return _Hivemind(node.DHTNode, p2p.P2P, p2p.PeerID, p2p.P2PDaemonError, validator.SignedRecordValidator)
 
 
 def _daemon_arguments(options: NodeOptions) -> dict[str, Any]:
