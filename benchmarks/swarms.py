@@ -63,11 +63,12 @@ def local_swarm(bench: Bench, model: Path, servers: int) -> Iterator[Access]:
 
 
 @contextmanager
-def joining_server(model: Path, access: Access, state: Path) -> Iterator[LeashedChild]:
+def joining_server(model: Path, access: Access, state: Path, ready_file: Path | None = None) -> Iterator[LeashedChild]:
     """Run `shoal server run` with all blocks of a model. What it keeps between starts is in the folder `state`."""
     state.mkdir(exist_ok=True)
     command = [_shoal(), "server", "run", str(model), "--swarm", access.url, "--threads", "1"]
     command += ["--state-dir", str(state / "state"), "--cache-dir", str(state / "cache")]
+    command += ["--ready-file", str(ready_file)] if ready_file else []
     environment = {"SHOAL_API_KEY": access.server_key}
     child = _start("shoal server run", command, state, environment)
     try:
