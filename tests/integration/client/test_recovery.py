@@ -109,15 +109,15 @@ def test_no_spare_is_no_route_after_the_deadline_and_the_session_can_go_on(folde
         broken = [True]
         swarm.servers[1].fail = lambda step: ServerUnreachable("gone") if broken[0] and step else None
         session = swarm.model.inference_session(max_tokens=8)
-        torch.testing.assert_close(session.step(hidden[:, :4]), wanted[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(session.step(hidden[:, :4]), wanted[0], atol=1e-4, rtol=0)
         swarm.servers[1].refuse = ServerUnreachable("still gone")
-        with pytest.raises(NoRoute, match="gave up after .* attempts") as given_up:
+        with pytest.raises(NoRoute, match=r"gave up after .* attempts") as given_up:
             session.step(hidden[:, 4:])
         assert any("gone" in note for note in given_up.value.__notes__)
         assert isinstance(given_up.value.__cause__, ShoalError)
         assert session.positions == (4,)
         swarm.servers[1].refuse, broken[0] = None, False
-        torch.testing.assert_close(session.step(hidden[:, 4:]), wanted[1], atol=1e-5, rtol=0)
+        torch.testing.assert_close(session.step(hidden[:, 4:]), wanted[1], atol=1e-4, rtol=0)
         assert swarm.servers[0].frames.count("open") == 1
         session.close()
 
@@ -155,7 +155,7 @@ def test_only_broken_servers_are_banned(folder: Path, error: ShoalError, banned:
                 seen.append(swarm.connection.state.bans.banned(time.monotonic()))
                 return await plan(*arguments)
 
-            swarm.connection.plan = watch  # type: ignore[method-assign]
+            swarm.connection.plan = watch  # type: ignore[method-assign, assignment]
         assert greedy(swarm.model, 6) == greedy(swarm.reference, 6)
         if banned:
             assert frozenset({record.server_id}) in seen
@@ -231,9 +231,9 @@ def test_cg12_after_a_rollback_the_session_is_as_if_fed_less(folder: Path) -> No
         session = swarm.model.inference_session(max_tokens=20)
         session.step(hidden[:, :10])
         session.position = 6
-        torch.testing.assert_close(session.step(hidden[:, 10:14]), wanted[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(session.step(hidden[:, 10:14]), wanted[0], atol=1e-4, rtol=0)
         swarm.servers[0].fail = fail_once(2, ServerUnreachable("gone"))
-        torch.testing.assert_close(session.step(hidden[:, 14:]), wanted[1], atol=1e-5, rtol=0)
+        torch.testing.assert_close(session.step(hidden[:, 14:]), wanted[1], atol=1e-4, rtol=0)
         for wrong in (-1, 12):
             with pytest.raises(InvalidRequest, match=f"cannot be set to {wrong}"):
                 session.position = wrong
@@ -348,7 +348,7 @@ def test_sf17_slices_share_state_and_config_is_never_changed(turns: FakeSwarm) -
         part.connection.config.step_timeout_s = 1.0
     hidden = torch.randn(1, 4, turns.connection.hidden_size)
     split = part(remote[:3](hidden))
-    torch.testing.assert_close(split, remote(hidden), atol=1e-5, rtol=0)
+    torch.testing.assert_close(split, remote(hidden), atol=1e-4, rtol=0)
     for wrong in (slice(3, 3), slice(0, 6, 2), 6, -7):
         with pytest.raises(IndexError):
             remote[wrong]
@@ -411,7 +411,7 @@ def test_an_interrupted_step_can_be_tried_again(turns: FakeSwarm) -> None:
         work.cancel()
         turns.connection.run(asyncio.sleep(0.05))
         if session.position == 2:
-            torch.testing.assert_close(session.step(hidden[:, 2:]), wanted[:, 2:], atol=1e-5, rtol=0)
+            torch.testing.assert_close(session.step(hidden[:, 2:]), wanted[:, 2:], atol=1e-4, rtol=0)
 
 
 def test_sessions_left_behind_are_closed_by_the_collector_in_the_middle_of_use(folder: Path) -> None:
