@@ -29,10 +29,11 @@ from shoal.client.session import InferenceSession
 from shoal.models.families import Family
 from shoal.models.identity import config_digest, dtype_of
 from shoal.swarm.routing import Route, RouteRequest
-from shoal.swarm.snapshot import ModelKey
+from shoal.swarm.snapshot import ModelKey, Server
 from shoal.swarm.spans import Span
 from shoal.v1 import block_server_pb2 as pb
 from shoal.v1 import common_pb2 as common
+from shoal.v1.block_server_pb2_grpc import BlockServerServiceStub
 from shoal.wire.channels import open_channel
 from shoal.wire.errors import (
     InvalidRequest,
@@ -43,6 +44,7 @@ from shoal.wire.errors import (
 )
 from shoal.wire.membership import Membership
 from shoal.wire.records import PROTOCOL, model_to_proto, span_to_proto
+from shoal.wire.status import from_rpc_error
 from shoal.wire.swarm_url import resolve_swarm
 from shoal.wire.tensors import dtype_to_wire
 
@@ -234,6 +236,23 @@ class SwarmConnection:
             channel = self._channel(server.server_id, server.address, server.certificate)
             streams.append(HopStream(hop, channel, opening, timeouts))
         return streams
+
+    def server_info(self, server: Server) -> pb.GetServerInfoResponse:
+        """Ask a server what it holds, how busy it is and what it has done.
+
+        Raises:
+            ShoalError: what it answered, or ServerUnreachable, TimedOut.
+        """
+        return self.run(self._server_info(server))
+
+    async def _server_info(self, server: Server) -> pb.GetServerInfoResponse:
+        channel = self._channel(server.server_id, server.address, server.certificate)
+        try:
+            return await BlockServerServiceStub(channel).GetServerInfo(
+                pb.GetServerInfoRequest(protocol=PROTOCOL), timeout=self.config.connect_timeout_s
+            )
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
 
     def _channel(self, server_id: str, address: str, certificate: bytes) -> grpc.aio.Channel:
         key = (server_id, address)
