@@ -39,6 +39,7 @@ from shoal.wire.errors import (
     InvalidRequest,
     NoRoute,
     ShoalError,
+    TimedOut,
     TooLong,
     UnknownModel,
 )
@@ -50,6 +51,7 @@ from shoal.wire.tensors import dtype_to_wire
 
 T = TypeVar("T")
 _CLOSE_TIMEOUT_S = 5.0
+_RETIRE_GRACE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class SwarmConnection:
         self._routes = routes
         self._membership = membership
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
+        self._retired: list[asyncio.Future[None]] = []
         self._keeper = loop.start(membership.run())
         _close_at_exit(self)
 
@@ -202,8 +205,14 @@ class SwarmConnection:
     def note_failure(self, error: ShoalError) -> None:
         """Learn from an error of a server, if one is named in it."""
         server_id = error.details.get("server_id")
-        if server_id is not None:
-            self.state.bans = self.state.bans.after(server_id, judge(error), time.monotonic())
+        if server_id is None:
+            return
+        self.state.bans = self.state.bans.after(server_id, judge(error), time.monotonic())
+        if isinstance(error, TimedOut):
+            # The connection may be a black hole: the next session gets a new one. Others have time to end on it.
+            for key in [key for key in self._channels if key[0] == server_id]:
+                self._retired.append(asyncio.ensure_future(self._channels.pop(key).close(_RETIRE_GRACE_S)))
+            self._retired = [closing for closing in self._retired if not closing.done()]
 
     def note_success(self, server_id: str) -> None:
         """Learn that a server did its work."""
