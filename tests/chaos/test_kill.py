@@ -60,7 +60,7 @@ class Rig:
         options = {"max_new_tokens": tokens, **(SAMPLING if seed is not None else {"do_sample": False})}
         torch.manual_seed(seed or 0)
         wanted = self.reference.generate(PROMPT, **options)[0].tolist()
-        session = self.model.inference_session(max_tokens=8 + tokens)
+        session: InferenceSession = self.model.inference_session(max_tokens=8 + tokens)
         with closing(session):
             survivors = [hop.server.server_id for index, hop in enumerate(session.hops) if index not in hops]
             victims = [self.names[session.hops[index].server.server_id] for index in hops]
