@@ -1,4 +1,4 @@
-"""A small hub on loopback that speaks the hub's HTTP API to the real huggingface_hub client, and tells who fetched what.
+"""A small hub on loopback: speaks the hub's HTTP API to the real huggingface_hub client and tells who fetched what.
 
     with FakeHub() as hub:
         commit = hub.push("owner/name", folder)
@@ -6,8 +6,8 @@
         ...                                         # a client with HF_ENDPOINT=hub.url
         assert hub.sent("model-*.safetensors") == size
 
-Small files are answered by the hub itself after a redirect, big ones (`*.safetensors`, `*.bin`) come from a storage host
-of their own, by signed URL, as those of the real one do.
+Small files are answered by the hub itself after a redirect, big ones (`*.safetensors`, `*.bin`) come from a storage
+host of their own, by signed URL, as those of the real one do.
 """
 
 from __future__ import annotations
@@ -68,18 +68,21 @@ class Hold:
 Fault = Cut | Damage | Answer | Slow | Hold
 
 
-@dataclass(frozen=True)
+@dataclass
 class Hit:
-    """One request. `sent` is the number of bytes of content that left; `who` the token's owner, if it had one."""
+    """One request. `sent` is the number of bytes of content that left; `who` the token's owner, if it had one.
+
+    It is complete before the client has the last byte of the answer.
+    """
 
     method: str
     path: str
-    file: str
-    status: int
-    sent: int
-    start: int
     who: str
     authorized: bool
+    file: str = ""
+    status: int = 0
+    start: int = 0
+    sent: int = 0
 
 
 @dataclass
@@ -144,6 +147,11 @@ class FakeHub:
         """Let the next requests for files that fit fail, one for each fault, in this order."""
         with self._lock:
             self._faults += [(method, pattern, fault) for fault in faults]
+
+    def mend(self) -> None:
+        """Forget the faults that are left."""
+        with self._lock:
+            self._faults.clear()
 
     def fault_for(self, method: str, file: str) -> Fault | None:
         """Take the next fault that is meant for a request."""
@@ -239,21 +247,16 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _answer(self) -> None:
-        self._file, self._sent, self._start, self._status = "", 0, 0, 0
         path = unquote(urlsplit(self.path).path)
         token = self.headers.get("authorization", "").removeprefix("Bearer ")
-        self._who = self.server.hub.tokens.get(token, "")
+        self._hit = Hit(self.command, path, self.server.hub.tokens.get(token, ""), bool(token))
+        self.server.hub.record(self._hit)
         try:
-            if token and not self._who:
+            if token and not self._hit.who:
                 raise _Refusal(401, message="Invalid credentials in Authorization header")
             self._route(path)
         except _Refusal as refusal:
             self._reply(refusal.status, refusal.headers)
-        finally:
-            hit = Hit(
-                *(self.command, path, self._file, self._status, self._sent, self._start, self._who, bool(token)),
-            )
-            self.server.hub.record(hit)
 
     def _route(self, path: str) -> None:
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
@@ -269,9 +272,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _repo(self, name: str) -> Repo:
         repo = self.server.hub.repos.get(name)
-        hidden = repo is not None and repo.readers is not None and not repo.gated and self._who not in repo.readers
+        hidden = repo is not None and repo.readers is not None and not repo.gated and self._hit.who not in repo.readers
         if repo is None or hidden:
-            raise _Refusal(404 if self._who else 401, "RepoNotFound", "Repository not found")
+            raise _Refusal(404 if self._hit.who else 401, "RepoNotFound", "Repository not found")
         return repo
 
     def _commit(self, repo: Repo, revision: str) -> str:
@@ -291,8 +294,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _content(self, name: str, revision: str, file: str) -> tuple[str, bytes]:
         repo = self._repo(name)
-        if repo.gated and (repo.readers is None or self._who not in repo.readers):
-            raise _Refusal(403 if self._who else 401, "GatedRepo", f"Access to model {name} is restricted")
+        if repo.gated and (repo.readers is None or self._hit.who not in repo.readers):
+            raise _Refusal(403 if self._hit.who else 401, "GatedRepo", f"Access to model {name} is restricted")
         commit = self._commit(repo, revision)
         if file not in repo.commits[commit]:
             raise _Refusal(404, "EntryNotFound", "Entry not found")
@@ -300,7 +303,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _resolve(self, name: str, revision: str, file: str) -> None:
         if self.command == "HEAD":
-            self._file = file
+            self._hit.file = file
             self._strike(file)
         commit, content = self._content(name, revision, file)
         headers = {"X-Repo-Commit": commit, "Content-Length": "0"}
@@ -316,7 +319,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(307, headers)
 
     def _small(self, name: str, commit: str, file: str) -> None:
-        self._file = file
+        self._hit.file = file
         commit, content = self._content(name, commit, file)
         etag = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
         self._send(content, {"X-Repo-Commit": commit, "ETag": f'"{etag}"'}, self._strike(file))
@@ -326,7 +329,7 @@ class _Handler(BaseHTTPRequestHandler):
             for files in repo.commits.values():
                 for file, content in files.items():
                     if hashlib.sha256(content).hexdigest() == digest:
-                        self._file = file
+                        self._hit.file = file
                         self._send(content, {"ETag": f'"{digest}"'}, self._strike(file))
                         return
         self._reply(404)
@@ -345,13 +348,13 @@ class _Handler(BaseHTTPRequestHandler):
         status, end = 200, len(content)
         more = {**headers, "Accept-Ranges": "bytes"}
         if found := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            self._start, end = int(found[1]), min(int(found[2] or end) + bool(found[2]), end)
-            if self._start >= len(content):
+            self._hit.start, end = int(found[1]), min(int(found[2] or end) + bool(found[2]), end)
+            if self._hit.start >= len(content):
                 self._reply(416, {"Content-Range": f"bytes */{len(content)}"})
                 return
             status = 206
-            more["Content-Range"] = f"bytes {self._start}-{end - 1}/{len(content)}"
-        body = content[self._start : end]
+            more["Content-Range"] = f"bytes {self._hit.start}-{end - 1}/{len(content)}"
+        body = content[self._hit.start : end]
         self._reply(status, {**more, "Content-Length": str(len(body))})
         if self.command == "GET":
             self._write(body, fault)
@@ -361,8 +364,8 @@ class _Handler(BaseHTTPRequestHandler):
             middle = len(body) // 2
             body = body[:middle] + bytes([body[middle] ^ 255]) + body[middle + 1 :]
         stop_at = fault.after if isinstance(fault, Cut | Hold) else len(body)
-        while self._sent < len(body):
-            if self._sent >= stop_at:
+        while self._hit.sent < len(body):
+            if self._hit.sent >= stop_at:
                 if isinstance(fault, Hold):
                     self.server.hub.release.wait(60)
                 self.close_connection = True
@@ -370,12 +373,12 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             if isinstance(fault, Slow):
                 time.sleep(fault.pause_s)
-            piece = body[self._sent : min(self._sent + PIECE_BYTES, stop_at)]
+            piece = body[self._hit.sent : min(self._hit.sent + PIECE_BYTES, stop_at)]
+            self._hit.sent += len(piece)
             self.wfile.write(piece)
-            self._sent += len(piece)
 
     def _reply(self, status: int, headers: Mapping[str, str] | None = None) -> None:
-        self._status = status
+        self._hit.status = status
         self.send_response(status)
         for name, value in {"Content-Length": "0", **(headers or {})}.items():
             if value:

@@ -50,7 +50,7 @@ class LiveSwarm:
 
     def __init__(
         self,
-        model: Path | str,
+        model: Path,
         spans: Sequence[str],
         *,
         threads: int = 1,
@@ -59,8 +59,7 @@ class LiveSwarm:
     ) -> None:
         """One server for each span, named `server-1`, `server-2`, ...
 
-        `options` go to each `shoal server run`, `env` to the environment of every process. A model that is a `str` may
-        be one of the hub.
+        `options` go to each `shoal server run`, `env` to the environment of every process.
         """
         self.model = model
         self._env = dict(env or {})
@@ -90,7 +89,7 @@ class LiveSwarm:
         self._stack.callback(shutil.rmtree, root, ignore_errors=True)
         self.folder = DataFolder(root)
         self._stack.callback(self._stop_all)
-        self._swarm = Swarm(plan.Options(Path(self.model), 1), self.folder, _Silent())
+        self._swarm = Swarm(plan.Options(self.model, 1), self.folder, _Silent())
         self.url = str(self._swarm.url)
         self.api_key = self._swarm.keys.user
         self.postgres = self._stack.enter_context(EmbeddedPostgres(root / "postgres"))
@@ -122,7 +121,10 @@ class LiveSwarm:
         wait: bool = True,
         env: Mapping[str, str] | None = None,
     ) -> str:
-        """Start a server with `shoal server run` and return its name; the same name keeps its identity."""
+        """Start a server with `shoal server run` and return its name; the same name keeps its identity.
+
+        `model` may be one of the hub; `env` is added to the server's environment.
+        """
         name = name or f"server-{len(self._span_of) + 1}"
         self._span_of[name], self._model_of[name] = span, model or self.model
         command = (

@@ -159,7 +159,8 @@ def _refusal(error: HfHubHTTPError, place: Place, file: str, what: str) -> Shoal
         return NotAuthenticated(f"{place.repo} is gated: {ask}, then {PASS_A_TOKEN}")
     if isinstance(error, RevisionNotFoundError):
         return NotFound(f"{place.repo} has no revision {place.revision!r}; pass a branch, a tag or a commit of it")
-    if isinstance(error, RemoteEntryNotFoundError):
+    missing_repo = isinstance(error, RepositoryNotFoundError)
+    if isinstance(error, RemoteEntryNotFoundError) or (status == 404 and file and not missing_repo):
         return NotFound(f"{place} has no file {file}; use another revision, or tell the owner of the repository")
     if isinstance(error, DisabledRepoError):
         return NotPermitted(f"the hub has disabled {place.repo}; use another model")
@@ -171,7 +172,7 @@ def _refusal(error: HfHubHTTPError, place: Place, file: str, what: str) -> Shoal
         )
     if status == 403:
         return NotPermitted(f"the token does not allow to read {what}; use one with read access to {place.repo}")
-    if status == 404 or isinstance(error, RepositoryNotFoundError):
+    if status == 404 or missing_repo:
         seen = "that the token may see" if place.with_token else f"(if it is private, {PASS_A_TOKEN})"
         return NotFound(f"{place.endpoint} has no model {place.repo} {seen}; check the name")
     return Unavailable(f"cannot fetch {what}: {place.endpoint} answers {status}; try again later: what arrived is kept")
