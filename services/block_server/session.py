@@ -11,6 +11,7 @@ import hashlib
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import suppress
 
 import torch
 from google.protobuf.message import DecodeError
@@ -30,12 +31,14 @@ from services.block_server.frames import (
 from shoal.v1 import block_server_pb2 as pb
 from shoal.v1 import common_pb2
 from shoal.wire.clock import now_s, to_duration
-from shoal.wire.errors import BadTensor, InvalidRequest, TimedOut
+from shoal.wire.errors import BadTensor, InvalidRequest, ShoalError, TimedOut
 from shoal.wire.records import PROTOCOL
 from shoal.wire.tensors import encode, pieces
 
 # Smaller tensors are turned into bytes faster than a thread could be asked to do it.
 _ENCODE_IN_THREAD_BYTES = 1024 * 1024
+_SWALLOW_S = 5.0
+_SWALLOW_PAUSE_S = 0.5
 
 Send = Callable[[pb.InferResponse], Awaitable[None]]
 
@@ -59,6 +62,7 @@ class InferSession:
         self._deadline_s = math.inf
         self._number = 0
         self._positions: tuple[int, ...] = ()
+        self._outstanding_bytes = 0
 
     async def run(self) -> None:
         """Serve the stream to its end.
@@ -66,6 +70,13 @@ class InferSession:
         Raises:
             ShoalError: what was wrong; the session is over then.
         """
+        try:
+            await self._run()
+        except ShoalError:
+            await self._swallow()
+            raise
+
+    async def _run(self) -> None:
         first = await self._next(self._facts.open_timeout_s)
         if first is None or first.WhichOneof("frame") != "open":
             raise InvalidRequest("the first frame of a stream must be `open`")
@@ -101,6 +112,7 @@ class InferSession:
                     raise InvalidRequest("a frame came that carries nothing this server knows")
 
     async def _answer_step(self, request: pb.StepRequest, plan: SessionPlan, session: EngineSession) -> None:
+        self._outstanding_bytes = max(request.tensor.total_bytes - len(request.data), 0)
         step = check_step(request, plan, self._positions, self._number, now_s())
         hidden = await self._receive(request, step)
         wait_s = min(self._deadline_s, step.deadline_s) - now_s()
@@ -124,9 +136,23 @@ class InferSession:
             frame = await self._next(self._facts.idle_timeout_s)
             if frame is None or frame.WhichOneof("frame") != "chunk":
                 raise BadTensor(f"step {step.step} is cut short: {assembler.missing_bytes} bytes did not come")
+            self._outstanding_bytes -= len(frame.chunk.data)
             check_chunk(frame.chunk, step.step)
             assembler.add(frame.chunk.offset, frame.chunk.data)
         return finish_tensor(assembler, step)
+
+    async def _swallow(self) -> None:
+        """Read what is left of the tensor under way, within bounds.
+
+        grpc.aio gives a client whose write fails INTERNAL instead of the status that we send: let it finish writing.
+        """
+        left = min(self._outstanding_bytes, self._facts.max_tensor_bytes)
+        give_up_s = time.monotonic() + _SWALLOW_S
+        with suppress(TimeoutError, StopAsyncIteration, DecodeError):
+            while left > 0 and time.monotonic() < give_up_s:
+                async with asyncio.timeout(_SWALLOW_PAUSE_S):
+                    frame = await anext(self._frames)
+                left -= len(frame.chunk.data) or left
 
     async def _next(self, timeout_s: float) -> pb.InferRequest | None:
         """Return the next frame, None at the end of the stream."""

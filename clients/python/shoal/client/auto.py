@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from shoal.client.config import SequenceManagerConfig
 from shoal.client.connection import SwarmConnection
@@ -116,6 +115,9 @@ def build_model(checkpoint: Checkpoint, connection: SwarmConnection) -> Any:
 
 def distributed_class(family: Family) -> type:
     """Return the class `Distributed<Family>ForCausalLM`: transformers' own with `RemoteGenerationMixin` in front."""
+    # Loads the list of all models, a third of the time that importing transformers takes: not before it is needed.
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
     base = MODEL_FOR_CAUSAL_LM_MAPPING[type(family.config)]
     base = base[0] if isinstance(base, tuple) else base
     fields = {
