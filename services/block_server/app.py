@@ -10,6 +10,7 @@ import asyncio
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import grpc.aio
@@ -18,7 +19,15 @@ from services.block_server.announcer import Announced, Announcer
 from services.block_server.calibrate import measure_speed
 from services.block_server.engine.engine import Engine
 from services.block_server.facts import Facts, Lifecycle
-from services.block_server.loading import build_engine, describe_server, fixed_span, place, usable_device
+from services.block_server.loading import (
+    build_engine,
+    describe_server,
+    fixed_span,
+    in_thread,
+    open_checkpoint,
+    place,
+    usable_device,
+)
 from services.block_server.service import SERVICE, BlockServer, policy
 from services.block_server.settings import BlockServerSettings
 from services.block_server.state_lock import locked_state
@@ -79,7 +88,7 @@ async def _break_off(stop: StopSignal, serving: asyncio.Event, life: asyncio.Tas
 
 async def _live(settings: BlockServerSettings, stop: StopSignal, serving: asyncio.Event) -> None:
     started_s = time.monotonic()
-    checkpoint = await asyncio.to_thread(Checkpoint.open, settings.model)
+    checkpoint = await asyncio.to_thread(open_checkpoint, settings)
     usable_device(settings.device)
     span = fixed_span(settings, checkpoint.family.num_blocks)
     key = IdentityKey.load_or_create(settings.state_dir / "identity.pem")
@@ -89,7 +98,8 @@ async def _live(settings: BlockServerSettings, stop: StopSignal, serving: asynci
         if span is None:
             model = model_key(checkpoint, settings.dtype, settings.model_name or None)
             span = await place(membership, model, checkpoint.family.num_blocks, settings.num_blocks)
-        facts = await asyncio.to_thread(describe_server, settings, checkpoint, span, key.server_id)
+        describe = partial(describe_server, settings, checkpoint, span, key.server_id)
+        facts = await in_thread(checkpoint, describe)
         server = _Server(settings, membership, key, facts)
         await server.run(checkpoint, stop, serving)
     get_logger(_LOG).info("server.ended", lived_s=round(time.monotonic() - started_s, 1))

@@ -96,7 +96,7 @@ async def block_rig(folder: Path, blocks: str = "", **options: Any) -> AsyncIter
     certificate = make_certificate(key.server_id)
     with tempfile.TemporaryDirectory() as state:
         defaults: dict[str, Any] = {"threads": 1, "cache_tokens": 1024, "state_dir": state, "cache_dir": state}
-        settings = BlockServerSettings(model=folder, blocks=blocks, **{**defaults, **options})
+        settings = BlockServerSettings(model=str(folder), blocks=blocks, **{**defaults, **options})
         checkpoint = Checkpoint.open(folder)
         span = Span.parse(blocks) if blocks else Span(0, checkpoint.family.num_blocks)
         facts = describe_server(settings, checkpoint, span, key.server_id)

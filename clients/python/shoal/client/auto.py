@@ -1,4 +1,7 @@
-"""Makes a distributed model from a model folder: transformers' class for the config, ends loaded, blocks remote."""
+"""Makes a distributed model: transformers' class for the config, ends loaded, blocks remote.
+
+The model's files come from a folder or from the hub; of the weights only the shards with the ends are fetched.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,10 @@ from shoal.client.generation import RemoteGenerationMixin
 from shoal.client.remote import RemoteSequential
 from shoal.models.checkpoint import Checkpoint
 from shoal.models.families import AttentionKind, Family
+from shoal.models.files import GENERATION_CONFIG_FILE
+from shoal.models.hub import HubOptions
+from shoal.models.sources import open_model
 from shoal.wire.errors import NotFound, Unsupported
-
-_HUB_OPTIONS = ("revision", "token", "cache_dir")
 
 
 class AutoDistributedModelForCausalLM:
@@ -37,36 +41,38 @@ class AutoDistributedModelForCausalLM:
         config: SequenceManagerConfig | None = None,
         revision: str | None = None,
         token: str | None = None,
-        cache_dir: str | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        allow_pickle: bool = False,
         dtype: torch.dtype | None = None,
     ) -> Any:
-        """Load embeddings, norm and head from a model folder and join a swarm that serves its blocks.
+        """Load embeddings, norm and head of a model and join a swarm that serves its blocks.
 
         Args:
-            model: folder with `config.json` and safetensors.
+            model: folder with `config.json` and safetensors, or `OWNER/NAME` of the hub.
             swarm: `shoal://HOST:PORT#SHA256`; by default `$SHOAL_SWARM`, else the file that `shoal up` wrote.
             api_key: by default `$SHOAL_API_KEY`, else that file's.
             config: limits and preferences of routes and sessions.
+            revision: branch, tag or commit of the hub's repository; the commit is resolved once and then kept.
+            token: token of the hub, for private repositories; by default HF_TOKEN or the login of `hf auth login`.
+            cache_dir: where files of the hub are kept; by default the cache that all programs of the hub share.
+            allow_pickle: read weights that are stored as pickles only, through torch's weights-only loader.
             dtype: element type; by default the one that the swarm serves.
 
         Raises:
             Unsupported: if the model family, or one of the other arguments, is not supported.
-            NotFound: if the folder or a tensor is missing.
+            NotFound: if folder, repository, revision, file or tensor is missing.
+            NotAuthenticated, NotPermitted: if the hub wants a token, or another one; or the swarm another key.
+            Unavailable, Corrupted: if the hub cannot be reached, or its files arrive damaged.
             UnknownModel: if the swarm does not serve the model.
         """
-        hub = {"revision": revision, "token": token, "cache_dir": cache_dir, "initial_peers": initial_peers}
-        for name, value in hub.items():
-            if value is not None:
-                raise Unsupported(f"from_pretrained(): {name} is not supported yet; leave it out", option=name)
-        folder = Path(model)
-        if not folder.is_dir():
-            raise NotFound(
-                f"there is no model folder {folder}: pass a folder with config.json and safetensors "
-                "(`shoal model convert` makes one from a GGUF file)"
+        if initial_peers is not None:
+            raise Unsupported(
+                "from_pretrained(): initial_peers is not supported yet; leave it out", option="initial_peers"
             )
-        checkpoint = Checkpoint.open(folder)
+        hub = HubOptions(revision, token, None if cache_dir is None else Path(cache_dir))
+        checkpoint = open_model(model, hub, allow_pickle=allow_pickle)
         connection = SwarmConnection.join(
-            checkpoint.family, folder.resolve().name, swarm=swarm, api_key=api_key, dtype=dtype, config=config
+            checkpoint.family, checkpoint.name, swarm=swarm, api_key=api_key, dtype=dtype, config=config
         )
         try:
             return build_model(checkpoint, connection)
@@ -79,7 +85,7 @@ def build_model(checkpoint: Checkpoint, connection: SwarmConnection) -> Any:
     """Build the client's model: all but the blocks, loaded in the connection's element type.
 
     Raises:
-        NotFound, Corrupted: if a tensor cannot be read.
+        ShoalError: if a file cannot be fetched or a tensor cannot be read.
     """
     family = checkpoint.family
     cls = distributed_class(family)
@@ -99,8 +105,10 @@ def build_model(checkpoint: Checkpoint, connection: SwarmConnection) -> Any:
         base.rotary_emb = _NoRotary()
     _fill(model, {name: tensor.to(connection.dtype) for name, tensor in checkpoint.read_ends().items()}, family)
     model.connection = connection
+    model.checkpoint = checkpoint
     model.eval().requires_grad_(False)
-    if (checkpoint.folder / "generation_config.json").is_file():
+    if checkpoint.files.has(GENERATION_CONFIG_FILE):
+        checkpoint.files.fetch({GENERATION_CONFIG_FILE: ""})
         model.generation_config = GenerationConfig.from_pretrained(str(checkpoint.folder))
     return model
 
