@@ -23,7 +23,7 @@ $(INSTALLED): constraints.txt pyproject.toml clients/python/pyproject.toml VERSI
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Shoal needs Python 3.11 or newer: make PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
-	$(PIP) -e "clients/python[client]" -e ".[control,block,dev]"
+	$(PIP) -e "clients/python[client,dht]" -e ".[control,block,dev]"
 	@touch $@
 
 demo: install  ## real tokens through three local servers: make demo PROMPT="..." TOKENS=64

@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import grpc.aio
 
-from services.block_server.announcer import Announced, Announcer
+from services.block_server.announcer import Announcer
 from services.block_server.calibrate import measure_speed
+from services.block_server.dht import DhtPresence, keep_linked, server_directory
 from services.block_server.engine.engine import Engine
 from services.block_server.facts import Facts, Lifecycle
 from services.block_server.loading import (
@@ -30,12 +32,14 @@ from services.block_server.loading import (
 )
 from services.block_server.service import SERVICE, BlockServer, policy
 from services.block_server.settings import BlockServerSettings
+from services.block_server.signing import Announced, EnrolmentKeeper, RecordSigner
 from services.block_server.state_lock import locked_state
 from services.chassis.auth import AuthInterceptor
 from services.chassis.errors import expected_error
 from services.chassis.logs import configure_logs
 from services.chassis.loops import StopSignal, run_service, serve_until_stopped
 from services.chassis.server import Mount, ServiceServer, build_server
+from shoal.dht.directory import SwarmDirectory
 from shoal.models.checkpoint import Checkpoint
 from shoal.models.identity import model_key
 from shoal.swarm.snapshot import ServerState
@@ -47,6 +51,9 @@ from shoal.wire.membership import Membership
 from shoal.wire.swarm_url import resolve_swarm
 from shoal.wire.tls import Certificate, load_or_create_certificate
 
+MEMORY_FILE = "membership.json"
+# How long a server in the DHT waits for a registry that answered a moment ago.
+LEASE_WAIT_S = 15.0
 _LOG = "services.block_server"
 _HARD_STOP_S = 10.0
 
@@ -94,21 +101,45 @@ async def _live(settings: BlockServerSettings, stop: StopSignal, serving: asynci
     key = IdentityKey.load_or_create(settings.state_dir / "identity.pem")
     secret = settings.api_key.get_secret_value() if settings.api_key else None
     url, api_key = resolve_swarm(settings.swarm or None, secret)
-    async with await Membership.join(url, api_key, wait_s=settings.join_wait_s) as membership:
+    memory = settings.state_dir / MEMORY_FILE
+    async with (
+        await Membership.join(url, api_key, wait_s=settings.join_wait_s, memory=memory) as membership,
+        _linked(settings, membership) as directory,
+    ):
         if span is None:
             model = model_key(checkpoint, settings.dtype, settings.model_name or None)
-            span = await place(membership, model, checkpoint.family.num_blocks, settings.num_blocks)
+            span = await place(membership, directory, model, checkpoint.family.num_blocks, settings.num_blocks)
         describe = partial(describe_server, settings, checkpoint, span, key.server_id)
         facts = await in_thread(checkpoint, describe)
-        server = _Server(settings, membership, key, facts)
+        server = _Server(settings, membership, directory, key, facts)
         await server.run(checkpoint, stop, serving)
     get_logger(_LOG).info("server.ended", lived_s=round(time.monotonic() - started_s, 1))
+
+
+@asynccontextmanager
+async def _linked(settings: BlockServerSettings, membership: Membership) -> AsyncIterator[SwarmDirectory | None]:
+    """Take part in the DHT inside the block, unless the settings say not to."""
+    if not settings.dht:
+        yield None
+        return
+    directory = server_directory(settings, membership)
+    async with asyncio.TaskGroup() as group:
+        link = group.create_task(keep_linked(directory.link, lambda: membership.info.dht_peers), name="dht")
+        yield directory
+        link.cancel()
 
 
 class _Server:
     """A server whose facts are known."""
 
-    def __init__(self, settings: BlockServerSettings, membership: Membership, key: IdentityKey, facts: Facts) -> None:
+    def __init__(
+        self,
+        settings: BlockServerSettings,
+        membership: Membership,
+        directory: SwarmDirectory | None,
+        key: IdentityKey,
+        facts: Facts,
+    ) -> None:
         certificate = load_or_create_certificate(settings.state_dir, key.server_id)
         self._settings = settings
         self._membership = membership
@@ -118,7 +149,12 @@ class _Server:
         self._server = self._listen(certificate)
         address = settings.advertise or self._server.address
         announced = Announced(address, certificate.der, settings.public_name, _software())
-        self._announcer = Announcer(key, membership, facts, self._lifecycle, announced, self._servicer.load)
+        self._signer = RecordSigner(key, facts, self._lifecycle, announced, self._servicer.load)
+        self._keeper = EnrolmentKeeper(self._signer, settings.state_dir)
+        # Its time may be over, not whose it is.
+        self._keeper.recall(membership.key_set, membership.key_set.verify(membership.token(), now_s=0.0).account)
+        self._announcer = Announcer(self._signer, membership, self._enrolled)
+        self._presence = DhtPresence(self._signer, directory, settings.dht_period_s) if directory else None
         self._log = get_logger(_LOG)
 
     async def run(self, checkpoint: Checkpoint, stop: StopSignal, serving: asyncio.Event) -> None:
@@ -129,22 +165,42 @@ class _Server:
                     group.create_task(self._announcer.run(), name="announce"),
                     group.create_task(self._membership.run(), name="membership"),
                 ]
-                await self._announcer.announce()
+                if self._presence is not None:
+                    background.append(group.create_task(self._presence.run(), name="presence"))
+                await self._announce()
                 engine = await asyncio.to_thread(build_engine, self._settings, checkpoint, self._facts)
                 await self._serve(engine, stop, serving)
+                self._lifecycle.state = ServerState.OFFLINE
                 await self._announcer.leave()
                 for task in background:
                     task.cancel()
         finally:
+            if self._presence is not None:
+                await self._presence.leave()
             await self._server.stop(0)
+
+    async def _announce(self) -> None:
+        """Announce a change of state; wait for the lease if the registry is there, or nothing else is.
+
+        In an outage the DHT is enough to be found, so the server goes on without a lease and gets one later.
+        """
+        patience_s = None if self._presence is None else LEASE_WAIT_S if self._membership.live else 0.0
+        if self._presence is not None:
+            self._presence.announce_soon()
+        if not await self._announcer.announce(patience_s):
+            self._log.warning("lease.awaited", state=self._lifecycle.state.value)
+
+    def _enrolled(self, enrolment: str) -> None:
+        if self._keeper.take(enrolment) and self._presence is not None:
+            self._presence.announce_soon()
 
     async def _serve(self, engine: Engine, stop: StopSignal, serving: asyncio.Event) -> None:
         engine.start()
         try:
-            self._announcer.set_speed(await measure_speed(engine, self._facts))
+            self._signer.speed = await measure_speed(engine, self._facts)
             self._servicer.attach(engine)
             self._lifecycle.state = ServerState.ONLINE
-            await self._announcer.announce()
+            await self._announce()
             free_token_blocks = engine.load().free_token_blocks
             span, model = str(self._facts.span), str(self._facts.model)
             self._log.info("server.online", model=model, span=span, free_token_blocks=free_token_blocks)
@@ -162,6 +218,8 @@ class _Server:
         await stop.wait()
         self._lifecycle.state = ServerState.DRAINING
         self._announcer.announce_soon()
+        if self._presence is not None:
+            self._presence.announce_soon()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._settings.stop_grace_s):
                 await self._servicer.wait_idle()
@@ -169,7 +227,7 @@ class _Server:
         drained.request("drained")
 
     def _record(self) -> common_pb2.SignedEnvelope:
-        return self._announcer.record()
+        return self._signer.newest
 
     def _add_service(self, server: grpc.aio.Server) -> None:
         block_server_pb2_grpc.add_BlockServerServiceServicer_to_server(self._servicer, server)

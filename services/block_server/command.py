@@ -56,6 +56,10 @@ def run(
     max_step_tokens: Annotated[int, _option("max_step_tokens")] = _default("max_step_tokens"),
     max_sessions: Annotated[int, _option("max_sessions")] = _default("max_sessions"),
     idle_timeout_s: Annotated[float, _option("idle_timeout_s")] = _default("idle_timeout_s"),
+    initial_peers: Annotated[list[str] | None, _option("initial_peers")] = None,
+    dht: Annotated[bool, _option("dht")] = _default("dht"),
+    dht_listen: Annotated[str, _option("dht_listen")] = _default("dht_listen"),
+    dht_period_s: Annotated[float, _option("dht_period_s")] = _default("dht_period_s"),
     join_wait_s: Annotated[float, _option("join_wait_s")] = _default("join_wait_s"),
     state_dir: Annotated[Path, _option("state_dir")] = DEFAULT_STATE_DIR,
     cache_dir: Annotated[Path | None, _option("cache_dir")] = None,
@@ -69,6 +73,7 @@ def run(
     values["advertise"] = values.pop("announce")
     for secret in ("api_key", "hub_token"):
         values[secret] = values[secret] or None
+    values["initial_peers"] = values["initial_peers"] or []
     try:
         settings = BlockServerSettings(**values)
     except ValidationError as error:

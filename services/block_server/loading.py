@@ -16,20 +16,22 @@ from services.block_server.facts import Facts
 from services.block_server.placement import choose_span
 from services.block_server.settings import BlockServerSettings
 from services.block_server.weights.span_model import load_span
+from shoal.dht.directory import SwarmDirectory
 from shoal.models.checkpoint import Checkpoint, span_names
 from shoal.models.hash_cache import hash_cache_file
 from shoal.models.hub import HubOptions
 from shoal.models.identity import block_hashes, dtype_of, model_key
 from shoal.models.sources import open_model
-from shoal.swarm.snapshot import Capacity, ModelKey
+from shoal.swarm.snapshot import Capacity, ModelKey, ServerState
 from shoal.swarm.spans import Span
 from shoal.v1 import registry_pb2, registry_pb2_grpc
-from shoal.wire.errors import NotFound, ShoalError, SpanMismatch, Unsupported
+from shoal.wire.errors import NotFound, ShoalError, SpanMismatch, TimedOut, Unavailable, Unsupported
 from shoal.wire.membership import Membership
 from shoal.wire.records import model_to_proto
 from shoal.wire.status import from_rpc_error
 
 _COVERAGE_TIMEOUT_S = 10.0
+_DHT_WAIT_S = 30.0
 
 T = TypeVar("T")
 
@@ -86,12 +88,24 @@ def usable_device(name: str) -> torch.device:
     return device
 
 
-async def place(membership: Membership, model: ModelKey, num_blocks: int, length: int) -> Span:
-    """Choose `length` blocks by what the registry knows of coverage now.
+async def place(
+    membership: Membership, directory: SwarmDirectory | None, model: ModelKey, num_blocks: int, length: int
+) -> Span:
+    """Choose `length` blocks by what is known of coverage now: the registry's answer, else the DHT's records.
 
     Raises:
-        ShoalError: what the registry said.
+        ShoalError: what the registry said, if the DHT knows no better.
     """
+    try:
+        counts = await _registry_counts(membership, model, num_blocks)
+    except (Unavailable, TimedOut):
+        if directory is None:
+            raise
+        counts = await _dht_counts(directory, model, num_blocks)
+    return choose_span(counts, length)
+
+
+async def _registry_counts(membership: Membership, model: ModelKey, num_blocks: int) -> list[int]:
     request = registry_pb2.GetCoverageRequest(model=model_to_proto(model))
     counts = [0] * num_blocks
     try:
@@ -105,7 +119,18 @@ async def place(membership: Membership, model: ModelKey, num_blocks: int, length
         # Nobody serves the model yet.
         if not isinstance(found, NotFound):
             raise found from error
-    return choose_span(counts, length)
+    return counts
+
+
+async def _dht_counts(directory: SwarmDirectory, model: ModelKey, num_blocks: int) -> list[int]:
+    snapshot = await directory.snapshot(model.prefix, wait_s=_DHT_WAIT_S)
+    if snapshot.partial:
+        raise Unavailable("neither registry nor DHT says which blocks are served; name them with --blocks")
+    counts = [0] * num_blocks
+    for server in snapshot.of_model(model):
+        for block in server.span.blocks() if server.num_blocks == num_blocks else ():
+            counts[block] += server.state in (ServerState.ONLINE, ServerState.JOINING)
+    return counts
 
 
 def describe_server(settings: BlockServerSettings, checkpoint: Checkpoint, span: Span, server_id: str) -> Facts:

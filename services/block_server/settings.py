@@ -10,7 +10,7 @@ import platformdirs
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_settings import CliPositionalArg
 
-from services.chassis.settings import ServiceSettings, service_config
+from services.chassis.settings import OptionalAddress, Peers, ServiceSettings, service_config
 from shoal.swarm.spans import Span
 
 PREFIX = "SHOAL_BLOCK_SERVER_"
@@ -59,6 +59,14 @@ class BlockServerSettings(ServiceSettings):
     max_sessions: int = Field(default=256, ge=1, le=900, description="most sessions at a time")
     idle_timeout_s: float = Field(default=600.0, gt=0, description="seconds after which a quiet session is ended")
     join_wait_s: float = Field(default=30.0, ge=0, description="seconds to wait for the registry at the start")
+    initial_peers: Peers = Field(
+        default=[], description="node to join the DHT by, beside those of the registry: /ip4/ADDRESS/tcp/PORT/p2p/ID"
+    )
+    dht: bool = Field(default=True, description="announce the server in the DHT too, so that it needs no registry")
+    dht_listen: OptionalAddress = Field(
+        default="", description="HOST:PORT of the server's DHT node; empty means a free port beside `listen`"
+    )
+    dht_period_s: float = Field(default=5.0, gt=0, le=60, description="seconds between two announcements in the DHT")
     public_name: str = Field(default="", max_length=256, description="name of the server for people to read")
     state_dir: Path = Field(
         default=DEFAULT_STATE_DIR, description="folder for this server's key and certificate; one for each server"

@@ -15,16 +15,17 @@ from shoal.wire.private_files import write_private
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Where the service can be called, and its process."""
+    """Where the service can be called, its process, and its addresses in the DHT if it is a node of it."""
 
     address: str
     pid: int
+    peers: tuple[str, ...] = ()
 
 
-def write_ready(path: Path | None, address: str) -> None:
+def write_ready(path: Path | None, address: str, peers: tuple[str, ...] = ()) -> None:
     """Write the ready file; does nothing without a path."""
     if path is not None:
-        write_private(path, json.dumps(asdict(Ready(address, os.getpid()))).encode())
+        write_private(path, json.dumps(asdict(Ready(address, os.getpid(), peers))).encode())
 
 
 def read_ready(path: Path) -> Ready | None:
@@ -33,7 +34,7 @@ def read_ready(path: Path) -> Ready | None:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    return Ready(str(values["address"]), int(values["pid"]))
+    return Ready(str(values["address"]), int(values["pid"]), tuple(values["peers"]))
 
 
 def remove_ready(path: Path | None) -> None:

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, ValidationError
-from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict
 
+from shoal.dht.identity import check_peer
 from shoal.wire.errors import InvalidRequest
 from shoal.wire.swarm_url import split_address
 
@@ -26,12 +27,34 @@ def _check_address(address: str) -> str:
     return address
 
 
+def _split_list(value: object) -> object:
+    """Take a text as a list separated by commas, as variables of the environment hold it."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list):
+        return value
+    return [part.strip() for text in texts for part in str(text).split(",") if part.strip()]
+
+
+def _check_peers(peers: list[str]) -> list[str]:
+    """Check addresses of DHT nodes.
+
+    Raises:
+        ValueError: if one is malformed.
+    """
+    try:
+        return [check_peer(peer) for peer in peers]
+    except InvalidRequest as error:
+        raise ValueError(error.message) from None
+
+
 def _check_optional_address(address: str) -> str:
     return address and _check_address(address)
 
 
 Address = Annotated[str, AfterValidator(_check_address)]
 OptionalAddress = Annotated[str, AfterValidator(_check_optional_address)]
+Texts = Annotated[list[str], NoDecode, BeforeValidator(_split_list)]
+Peers = Annotated[list[str], NoDecode, BeforeValidator(_split_list), AfterValidator(_check_peers)]
 
 
 class ServiceSettings(BaseSettings):

@@ -23,6 +23,7 @@ from shoal.wire.clock import now_s
 from shoal.wire.errors import InvalidRequest, LeaseExpired, NotPermitted
 from shoal.wire.logs import get_logger
 from shoal.wire.records import load_from_proto, open_record, pings_from_proto, server_to_entry, state_from_proto
+from shoal.wire.tokens import KeySet
 
 SILENT_LEASES = 2.0
 
@@ -36,16 +37,21 @@ class Announcing:
     history: HistoryWriter
     hub: SwarmHub
     lease_ttl_s: float
+    key_set: KeySet
 
 
 class AnnounceStream:
-    """One stream of one account. `receive` takes its messages in order."""
+    """One stream of one account. `receive` takes its messages in order.
+
+    `enrolling` is the server's id right after a record was granted its lease, else None.
+    """
 
     def __init__(self, parts: Announcing, account: str) -> None:
         self._parts = parts
         self._account = account
         self._server: Server | None = None
         self._stream = NEW_STREAM
+        self.enrolling: str | None = None
         self._log = get_logger("services.registry.announce")
 
     async def follow(self, requests: AsyncIterator[registry_pb2.AnnounceServerRequest]) -> AsyncIterator[Grant]:
@@ -74,8 +80,10 @@ class AnnounceStream:
     async def receive(self, request: registry_pb2.AnnounceServerRequest) -> Grant:
         """Take one message; return the grant, to a server that is going too. Raises as `follow`."""
         frame = request.WhichOneof("frame")
+        self.enrolling = None
         if frame == "record":
             await self._take_record(request.record)
+            self.enrolling = self._announced().server_id
         elif frame == "heartbeat":
             self._take_heartbeat(request.heartbeat)
         else:
@@ -107,9 +115,19 @@ class AnnounceStream:
             )
         if self._server is not None and server.sequence < self._server.sequence:
             raise LeaseExpired(f"record {server.sequence} of server {server.server_id} is older than the one before")
+        self._check_owner(server)
         await self._parts.pins.check(server)
         self._parts.history.note(sighting_of(server, self._account, now_s()))
         self._server = server
+
+    def _check_owner(self, server: Server) -> None:
+        """Refuse a record that somebody else has copied from the DHT, where everybody can read it."""
+        try:
+            owner = self._parts.key_set.verify_enrolment(server.enrolment, server.server_id, now_s()).account
+        except NotPermitted:
+            return  # none, or of a registry that lost its keys: it proves nothing for or against the caller
+        if owner != self._account:
+            raise NotPermitted(f"server {server.server_id} is enrolled for another account; announce it by that one")
 
     def _take_heartbeat(self, heartbeat: registry_pb2.ServerHeartbeat) -> None:
         server = self._announced()

@@ -50,7 +50,6 @@ async def run(settings: RegistrySettings, stop: StopSignal) -> None:
     logging.getLogger("alembic").setLevel(logging.WARNING)  # only reads the version here, but says more
     key = IdentityKey.load_or_create(settings.state_dir / TOKEN_KEY_FILE)
     certificate = load_or_create_certificate(settings.state_dir, REGISTRY_NAME)
-    routers = tuple(_read_router(router) for router in settings.routers)
     owners = read_keys_file(settings.api_keys_file) if settings.api_keys_file else {}
     signer = TokenSigner(key, swarm_id=key.server_id)
     engine = database_engine(settings.database_url.get_secret_value())
@@ -62,8 +61,8 @@ async def run(settings: RegistrySettings, stop: StopSignal) -> None:
         leases = RedisLeases(redis)
         hub = SwarmHub(leases, watchers, lease_ttl_s=settings.lease_ttl_s, poll_s=settings.poll_s)
         history = HistoryWriter(archive)
-        announcing = Announcing(leases, PinBoard(archive), history, hub, settings.lease_ttl_s)
-        facts = SwarmFacts(signer, routers, settings.token_ttl_s, settings.heartbeat_s)
+        announcing = Announcing(leases, PinBoard(archive), history, hub, settings.lease_ttl_s, signer.key_set())
+        facts = _facts(settings, signer)
         service = RegistryService(facts, announcing, watchers)
         auth = AuthInterceptor(POLICY, signer.key_set, KeyRing(archive, signer.swarm_id).check)
         mount = Mount(SERVICE, partial(registry_pb2_grpc.add_RegistryServiceServicer_to_server, service))
@@ -76,6 +75,17 @@ async def run(settings: RegistrySettings, stop: StopSignal) -> None:
     finally:
         await redis.aclose()
         await engine.dispose()
+
+
+def _facts(settings: RegistrySettings, signer: TokenSigner) -> SwarmFacts:
+    return SwarmFacts(
+        signer=signer,
+        routers=tuple(_read_router(router) for router in settings.routers),
+        token_ttl_s=settings.token_ttl_s,
+        heartbeat_s=settings.heartbeat_s,
+        enrolment_ttl_s=settings.enrolment_ttl_s,
+        dht_peers=tuple(settings.dht_peers),
+    )
 
 
 async def _prepare_database(

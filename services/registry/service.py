@@ -11,6 +11,7 @@ from typing import Any
 import grpc.aio
 
 from services.chassis.auth import MethodPolicy, Scheme, allow, current_claims
+from services.registry.adopt import Adopter
 from services.registry.announce import AnnounceStream, Announcing
 from services.registry.domain.models import EVERY_MODEL, Wanted, choose
 from services.registry.domain.pages import after, batches, page_size
@@ -31,6 +32,7 @@ POLICY: Mapping[str, MethodPolicy] = MappingProxyType(
         f"/{SERVICE}/ListServers": allow(),
         f"/{SERVICE}/GetCoverage": allow(),
         f"/{SERVICE}/WatchSwarm": allow(),
+        f"/{SERVICE}/AdoptRecords": allow(Role.SERVICE, Role.OPERATOR),
     }
 )
 # A watcher whose connection takes nothing for so long is stuck, not slow.
@@ -45,6 +47,8 @@ class SwarmFacts:
     routers: Sequence[registry_pb2.ServiceEndpoint]
     token_ttl_s: float
     heartbeat_s: float
+    enrolment_ttl_s: float
+    dht_peers: Sequence[str]
 
 
 class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
@@ -55,6 +59,7 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
         self._announcing = announcing
         self._hub = announcing.hub
         self._watchers = watchers
+        self._adopter = Adopter(announcing)
         self._token_keys = facts.signer.key_set().to_protos()
 
     async def GetSwarmInfo(
@@ -71,6 +76,7 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
             token_keys=self._token_keys,
             access_token=self._facts.signer.issue(claims.account, claims.role, ttl_s, now),
             access_token_expires_at=to_timestamp(int(now + ttl_s)),
+            dht_peers=self._facts.dht_peers,
             models=[
                 registry_pb2.ServedModel(model=model_to_proto(model), num_blocks=num_blocks)
                 for model, num_blocks in models
@@ -83,15 +89,29 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[registry_pb2.AnnounceServerResponse]:
         """Grant a lease for each record and heartbeat."""
-        stream = AnnounceStream(self._announcing, current_claims().account)
+        account = current_claims().account
+        stream = AnnounceStream(self._announcing, account)
         async for grant in stream.follow(aiter(request_iterator)):
             lease = registry_pb2.LeaseGranted(
                 ttl=to_duration(self._announcing.lease_ttl_s),
                 heartbeat_interval=to_duration(self._facts.heartbeat_s),
                 revision=grant.position.revision,
                 token_keys=self._token_keys,
+                enrolment=self._enrol(account, stream.enrolling),
             )
             yield registry_pb2.AnnounceServerResponse(lease=lease)
+
+    def _enrol(self, account: str, server_id: str | None) -> str:
+        facts = self._facts
+        return facts.signer.enrol(account, server_id, facts.enrolment_ttl_s, now_s()) if server_id else ""
+
+    async def AdoptRecords(
+        self, request: registry_pb2.AdoptRecordsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> registry_pb2.AdoptRecordsResponse:
+        """Give leases to servers whose records were found in the DHT."""
+        counts, revision = await self._adopter.adopt(request.records)
+        listed = [registry_pb2.AdoptCount(outcome=outcome, count=counts[outcome]) for outcome in sorted(counts)]
+        return registry_pb2.AdoptRecordsResponse(counts=listed, revision=revision)
 
     async def ListServers(
         self, request: registry_pb2.ListServersRequest, context: grpc.aio.ServicerContext[Any, Any]

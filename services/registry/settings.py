@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import BeforeValidator, Field, SecretStr, model_validator
-from pydantic_settings import NoDecode
+from pydantic import Field, SecretStr, model_validator
 
-from services.chassis.settings import ServiceSettings, service_config
-
-
-def _split(value: object) -> object:
-    """Take a text as a list separated by commas, as variables of the environment hold it."""
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list):
-        return value
-    return [part.strip() for text in texts for part in str(text).split(",") if part.strip()]
+from services.chassis.settings import Peers, ServiceSettings, Texts, service_config
 
 
 class RegistrySettings(ServiceSettings):
@@ -26,7 +17,7 @@ class RegistrySettings(ServiceSettings):
 
     database_url: SecretStr = Field(description="postgresql://USER:PASSWORD@HOST:PORT/NAME")
     redis_url: SecretStr = Field(description="redis://:PASSWORD@HOST:PORT/0 of a Redis or Valkey, 7 or newer")
-    routers: Annotated[list[str], NoDecode, BeforeValidator(_split)] = Field(
+    routers: Texts = Field(
         default=[], description="router as HOST:PORT=CERTIFICATE.pem; repeat, or separate by commas, for more"
     )
     api_keys_file: Path | None = Field(
@@ -35,6 +26,12 @@ class RegistrySettings(ServiceSettings):
     lease_ttl_s: float = Field(default=15.0, gt=0, le=3600, description="seconds that a lease lasts unless renewed")
     heartbeat_s: float = Field(default=5.0, gt=0, description="seconds between two heartbeats of a server")
     token_ttl_s: float = Field(default=3600.0, ge=1, le=86400, description="seconds that an access token is valid")
+    enrolment_ttl_s: float = Field(
+        default=604_800.0, ge=60, description="seconds that a server counts as one of the swarm without the registry"
+    )
+    dht_peers: Peers = Field(
+        default=[], description="bootstrap peer of the DHT, /ip4/ADDRESS/tcp/PORT/p2p/ID; repeat for more"
+    )
     poll_s: float = Field(default=0.2, gt=0, le=10, description="seconds between two looks at the lease store")
     watch_queue: int = Field(
         default=256, ge=1, description="changes that a watcher may lag behind before it is dropped"

@@ -42,7 +42,7 @@ class RedisLeases:
         """See `LeaseStore.put`."""
         ttl_ms = round(ttl_s * 1000)
         arguments = [claim.server_id, claim.sequence, claim.account, claim.stream, claim.entry, ttl_ms, new_id()]
-        answer = await self._run(self._put, arguments)
+        answer = await self._run(self._put, [*arguments, int(claim.adopted)])
         verdict = Verdict(answer[0].decode())
         if verdict is not Verdict.GRANTED:
             raise refusal(verdict, claim)

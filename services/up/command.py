@@ -80,7 +80,7 @@ def up(
     redis_url: Annotated[str, typer.Option(help="use this Redis or Valkey instead of an own one")] = "",
     json: Annotated[bool, typer.Option("--json", help="print one JSON object when the swarm is ready")] = False,
 ) -> None:
-    """Run a whole swarm on this machine until Ctrl-C: PostgreSQL, Valkey, registry, router and block servers."""
+    """Run a whole swarm on this machine until Ctrl-C: stores, registry, router, DHT node and block servers."""
     from services.up.layout import DataFolder, default_data_dir
     from services.up.plan import Options
     from services.up.small_model import ensure_small_model
@@ -109,7 +109,8 @@ def up(
             swarm = stack.enter_context(Swarm(options, folder, progress))
             stack.callback(ignore_interrupts)
             swarm.start()
-        file = SwarmFile(str(swarm.url), swarm.keys.user, os.getpid(), str(folder.root), str(options.model))
+        peers = (swarm.addresses.dht_peer,)
+        file = SwarmFile(str(swarm.url), swarm.keys.user, os.getpid(), str(folder.root), str(options.model), peers)
         stack.enter_context(published(file))
         announce(swarm, json=json)
         swarm.watch(stopped.is_set)

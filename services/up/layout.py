@@ -83,9 +83,14 @@ class DataFolder:
 
     def registry_port(self, wanted: int, host: str) -> int:
         """Return the port that was asked for, else that of the last start if it is free, else a free one."""
-        if wanted:
-            return wanted
-        memory = self.root / "port"
+        return wanted or self._kept_port("port", host)
+
+    def dht_port(self, host: str) -> int:
+        """Return the port of the DHT node: that of the last start if it is free, else a free one."""
+        return self._kept_port("dht-port", host)
+
+    def _kept_port(self, name: str, host: str) -> int:
+        memory = self.root / name
         last = int(memory.read_text()) if memory.exists() else 0
         port = last if last and _is_free(host, last) else free_port()
         write_private(memory, str(port).encode())

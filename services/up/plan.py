@@ -18,6 +18,7 @@ from shoal.wire.swarm_url import SwarmUrl, join_address
 
 REGISTRY = "registry"
 ROUTER = "router"
+DHT_NODE = "dht_node"
 
 # Names under which configs of different families store the number of blocks.
 _NUM_BLOCKS_FIELDS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -58,6 +59,9 @@ class Addresses:
     router_port: int
     url: SwarmUrl
     router_certificate: Path
+    dht_port: int
+    # By which others join the DHT.
+    dht_peer: str
     # One for each server; 0 lets it take any.
     server_ports: tuple[int, ...] = ()
 
@@ -103,6 +107,7 @@ def registry(folder: DataFolder, at: Addresses, database_url: str, redis_url: st
             *("--listen", join_address(at.listen_host, at.registry_port)),
             *("--advertise", join_address(at.public_host, at.registry_port)),
             *("--routers", router, "--api-keys-file", str(folder.keys_file)),
+            *("--dht-peers", at.dht_peer),
         ),
         {"SHOAL_REGISTRY_DATABASE_URL": database_url, "SHOAL_REGISTRY_REDIS_URL": redis_url},
     )
@@ -122,6 +127,20 @@ def router(folder: DataFolder, at: Addresses, keys: Keys) -> Child:
     )
 
 
+def dht_node(folder: DataFolder, at: Addresses, keys: Keys) -> Child:
+    """Return how to start the node of the DHT that all others join by."""
+    return _service(
+        DHT_NODE,
+        folder,
+        (
+            *("--listen", join_address(at.listen_host, at.dht_port)),
+            *("--advertise", join_address(at.public_host, at.dht_port)),
+            *("--swarm", str(at.url)),
+        ),
+        {"SHOAL_DHT_NODE_API_KEY": keys.service},
+    )
+
+
 def block_servers(folder: DataFolder, at: Addresses, keys: Keys, options: Options, cores: int) -> list[Child]:
     """Return how to start the block servers, which share the cores unless the options say how many threads."""
     threads = options.threads or max(1, cores // options.servers)
@@ -133,7 +152,7 @@ def block_servers(folder: DataFolder, at: Addresses, keys: Keys, options: Option
             *(str(options.model), "--swarm", str(at.url), "--blocks", str(span)),
             *("--listen", join_address(at.listen_host, port)),
             *(("--advertise", join_address(at.public_host, port)) if port else ()),
-            *("--dtype", options.dtype, "--threads", str(threads)),
+            *("--dtype", options.dtype, "--threads", str(threads), "--initial-peers", at.dht_peer),
             *("--public-name", name, "--join-wait-s", "120"),
             *(("--cache-tokens", str(options.cache_tokens)) if options.cache_tokens else ()),
         )

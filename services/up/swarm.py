@@ -23,9 +23,10 @@ from services.up.embedded import EmbeddedPostgres, EmbeddedValkey, free_port
 from services.up.layout import DataFolder, reachable_host
 from services.up.plan import Addresses, Child, Options
 from shoal.cli.status import SwarmStatus, ask
+from shoal.dht.identity import load_or_create_identity, peer_address
 from shoal.swarm.snapshot import ServerState
 from shoal.wire.errors import TimedOut, Unavailable
-from shoal.wire.swarm_url import SwarmUrl
+from shoal.wire.swarm_url import SwarmUrl, join_address
 from shoal.wire.tls import REGISTRY_NAME, ROUTER_NAME, certificate_path, fingerprint, load_or_create_certificate
 
 POLL_S = 0.1
@@ -74,6 +75,8 @@ class Swarm:
         certificate = load_or_create_certificate(self.folder.place(plan.REGISTRY), REGISTRY_NAME)
         load_or_create_certificate(self.folder.place(plan.ROUTER), ROUTER_NAME)
         port = self.folder.registry_port(self.options.port, host)
+        dht_port = self.folder.dht_port(host)
+        _, dht_id = load_or_create_identity(self.folder.place(plan.DHT_NODE))
         # A server that listens on all interfaces cannot tell others its address unless the port is known before.
         ports = tuple(free_port() if public_host != host else 0 for _ in range(self.options.servers))
         return Addresses(
@@ -83,6 +86,8 @@ class Swarm:
             router_port=free_port(),
             url=SwarmUrl(public_host, port, fingerprint(certificate.der)),
             router_certificate=certificate_path(self.folder.place(plan.ROUTER), ROUTER_NAME),
+            dht_port=dht_port,
+            dht_peer=peer_address(join_address(public_host, dht_port), dht_id),
             server_ports=ports,
         )
 
@@ -98,6 +103,7 @@ class Swarm:
         control = [
             plan.registry(self.folder, self.addresses, database_url, redis_url),
             plan.router(self.folder, self.addresses, self.keys),
+            plan.dht_node(self.folder, self.addresses, self.keys),
         ]
         servers = plan.block_servers(self.folder, self.addresses, self.keys, self.options, os.cpu_count() or 1)
         # Servers spend their first seconds on loading, so they need not wait for the control plane.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from services.chassis.storage import redis_client
-from services.registry.domain.fencing import NEW_STREAM, Claim
+from services.registry.domain.fencing import ADOPTED_STREAM, NEW_STREAM, Claim
 from services.registry.domain.picture import Position
 from services.registry.store_leases import LeaseStore, MemoryLeases
 from services.registry.store_leases_redis import KEY_PREFIX, RedisLeases
@@ -233,3 +233,55 @@ async def test_valkey_out_of_reach_is_unavailable() -> None:
     async with redis_client("redis://127.0.0.1:1/0") as client:
         with pytest.raises(Unavailable, match="lease store"):
             await RedisLeases(client).read(NOWHERE)
+
+
+def adopted(**changes: object) -> Claim:
+    return claim(**{"adopted": True, "entry": b"adopted", **changes})  # type: ignore[arg-type]
+
+
+async def test_an_adopted_lease_is_there_until_its_end_or_a_newer_record(bench: Bench) -> None:
+    grant = await bench.store.put(adopted(sequence=5), 0.3)
+    assert grant.stream == ADOPTED_STREAM
+    with pytest.raises(LeaseExpired):
+        await bench.store.put(adopted(sequence=4), LONG_S)
+    await bench.store.put(adopted(sequence=5), 0.3)
+    await bench.store.put(adopted(sequence=6, entry=b"newer"), 0.3)
+    assert await held(bench.store) == {"a": b"newer"}
+    await bench.wait(0.4)
+    assert await held(bench.store) == {}
+
+
+async def test_a_server_that_holds_its_lease_itself_is_not_adopted(bench: Bench) -> None:
+    grant = await bench.store.put(claim(sequence=5), LONG_S)
+    with pytest.raises(AlreadyExists, match="itself"):
+        await bench.store.put(adopted(sequence=9), LONG_S)
+    await bench.store.put(claim(sequence=5, stream=grant.stream, entry=b"renewed"), LONG_S)
+    assert await held(bench.store) == {"a": b"renewed"}
+
+
+async def test_a_server_takes_its_lease_back_from_an_adopted_record(bench: Bench) -> None:
+    own = await bench.store.put(claim(sequence=5), LONG_S)
+    await bench.lose_everything()
+    await bench.store.put(adopted(sequence=9), LONG_S)
+    await bench.store.put(claim(sequence=5, stream=own.stream, entry=b"own"), LONG_S)
+    assert await held(bench.store) == {"a": b"own"}
+    with pytest.raises(AlreadyExists):
+        await bench.store.put(adopted(sequence=10), LONG_S)
+
+
+async def test_a_new_stream_must_be_newer_than_the_adopted_record(bench: Bench) -> None:
+    await bench.store.put(adopted(sequence=9), LONG_S)
+    with pytest.raises(LeaseExpired):
+        await bench.store.put(claim(sequence=8), LONG_S)
+    with pytest.raises(NotPermitted):
+        await bench.store.put(claim(sequence=9, account="thief"), LONG_S)
+    grant = await bench.store.put(claim(sequence=9), LONG_S)
+    assert grant.stream > ADOPTED_STREAM
+
+
+async def test_only_an_adopted_lease_is_removed_as_one(bench: Bench) -> None:
+    await bench.store.put(adopted(), LONG_S)
+    await bench.store.put(claim("b"), LONG_S)
+    assert await bench.store.remove("b", ADOPTED_STREAM) is False
+    assert await bench.store.remove("a", ADOPTED_STREAM) is True
+    assert set(await held(bench.store)) == {"b"}

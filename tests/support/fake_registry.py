@@ -13,7 +13,7 @@ import grpc.aio
 
 from services.chassis.auth import AuthInterceptor, MethodPolicy, Scheme, allow, current_claims
 from services.chassis.server import Mount, ServiceServer, build_server
-from shoal.v1 import registry_pb2, registry_pb2_grpc
+from shoal.v1 import common_pb2, registry_pb2, registry_pb2_grpc
 from shoal.wire.channels import Keepalive, open_channel
 from shoal.wire.clock import now_s, to_timestamp
 from shoal.wire.errors import NotAuthenticated
@@ -31,6 +31,7 @@ POLICY: dict[str, MethodPolicy] = {
     PREFIX + "ListServers": allow(Role.USER, Role.OPERATOR),
     PREFIX + "GetCoverage": allow(),
     PREFIX + "WatchSwarm": allow(),
+    PREFIX + "AdoptRecords": allow(Role.SERVICE, Role.OPERATOR),
 }
 
 
@@ -76,6 +77,7 @@ class FakeRegistry(registry_pb2_grpc.RegistryServiceServicer):
         self.swarm = swarm
         self.infos_given = 0
         self.routers: list[registry_pb2.ServiceEndpoint] = []
+        self.adopted: list[common_pb2.SignedEnvelope] = []
         self.protocol = PROTOCOL
         self.list_servers: Callable[..., Any] = lambda request, context: registry_pb2.ListServersResponse()
         self.watch: Callable[..., AsyncIterator[Any]] | None = None
@@ -93,6 +95,12 @@ class FakeRegistry(registry_pb2_grpc.RegistryServiceServicer):
             access_token=signer.issue(claims.account, claims.role, ttl_s, now_s()),
             access_token_expires_at=to_timestamp(now_s() + ttl_s),
         )
+
+    async def AdoptRecords(self, request: Any, context: Any) -> registry_pb2.AdoptRecordsResponse:
+        """Keep the records and say that all are adopted."""
+        self.adopted += request.records
+        count = registry_pb2.AdoptCount(outcome=registry_pb2.ADOPT_OUTCOME_ADOPTED, count=len(request.records))
+        return registry_pb2.AdoptRecordsResponse(counts=[count], revision=1)
 
     async def ListServers(self, request: Any, context: Any) -> Any:
         """Run the test's function, awaiting what it returns if need be."""

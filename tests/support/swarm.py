@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -56,10 +57,12 @@ class LiveSwarm:
         threads: int = 1,
         options: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        dht: bool = False,
     ) -> None:
         """One server for each span, named `server-1`, `server-2`, ...
 
-        `options` go to each `shoal server run`, `env` to the environment of every process.
+        `options` go to each `shoal server run`, `env` to the environment of every process. With `dht` there is a DHT
+        node, which registry and servers know of.
         """
         self.model = model
         self._env = dict(env or {})
@@ -67,6 +70,7 @@ class LiveSwarm:
         self._spans = list(spans)
         self._threads = threads
         self._options = tuple(options)
+        self._dht = dht
         self._stack = ExitStack()
         self._model_of: dict[str, Path | str] = {}
         self._span_of: dict[str, str] = {}
@@ -90,24 +94,29 @@ class LiveSwarm:
         self.folder = DataFolder(root)
         self._stack.callback(self._stop_all)
         self._swarm = Swarm(plan.Options(self.model, 1), self.folder, _Silent())
+        if not self._dht:
+            self._swarm.addresses = replace(self._swarm.addresses, dht_peer="")
         self.url = str(self._swarm.url)
         self.api_key = self._swarm.keys.user
         self.postgres = self._stack.enter_context(EmbeddedPostgres(root / "postgres"))
         self.valkey = self._stack.enter_context(EmbeddedValkey())
         self._stack.callback(self._stop_all)
         self._swarm.upgrade_schema(self.postgres.url)
-        for name in (plan.REGISTRY, plan.ROUTER):
+        services = (plan.REGISTRY, plan.ROUTER, *([plan.DHT_NODE] if self._dht else []))
+        for name in services:
             self.start_service(name)
         names = [self.start_server(span, wait=False) for span in self._spans]
-        for name in (plan.REGISTRY, plan.ROUTER, *names):
+        for name in (*services, *names):
             self.wait_ready(name)
         self.wait_until(lambda status: online(status) == len(names), "all servers are online")
 
     def start_service(self, name: str) -> None:
-        """Start the registry or the router (again)."""
+        """Start the registry, the router or the DHT node (again)."""
         at = self._swarm.addresses
         if name == plan.REGISTRY:
             child = plan.registry(self.folder, at, self.postgres.url, self.valkey.url)
+        elif name == plan.DHT_NODE:
+            child = plan.dht_node(self.folder, at, self._swarm.keys)
         else:
             child = plan.router(self.folder, at, self._swarm.keys)
         self._launch(name, child.command, child.env)

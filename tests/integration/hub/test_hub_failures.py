@@ -79,7 +79,7 @@ def test_ml13_the_token_of_the_environment_is_taken(
 ) -> None:
     hub.push("owner/secret", folder, private_to="alice")
     monkeypatch.setenv("HF_TOKEN", ALICE)
-    assert open_model("owner/secret", options).name == "secret"
+    assert open_model("owner/secret", options).source == "owner/secret"
 
 
 @pytest.mark.parametrize(

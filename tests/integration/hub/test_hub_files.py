@@ -64,7 +64,7 @@ def build(checkpoint: Checkpoint) -> Any:
 def test_opening_a_model_fetches_no_weights(hub: FakeHub, options: HubOptions) -> None:
     checkpoint = open_model(NAME, options)
     assert hub.fetched() == SMALL
-    assert (checkpoint.name, checkpoint.family.num_blocks) == ("tiny", 6)
+    assert (checkpoint.source, checkpoint.family.num_blocks) == (NAME, 6)
 
 
 def test_a_server_fetches_only_the_shards_of_its_span(

@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import grpc.aio
 import pytest
@@ -208,3 +209,47 @@ async def test_the_first_router_that_answers_is_used(monkeypatch: pytest.MonkeyP
         with pytest.raises(Unavailable, match="no router"):
             await member.router()
     await router.stop(0)
+
+
+async def test_a_new_process_joins_from_memory_while_the_registry_is_away(tmp_path: Path) -> None:
+    registry, port, memory = FakeRegistry(Swarm()), _free_port(), tmp_path / "memory.json"
+    url, key = registry.swarm.url(port), registry.swarm.api_key
+    with pytest.raises(ServerUnreachable):
+        await Membership.join(url, key, memory=memory)
+    async with serving(registry, f"127.0.0.1:{port}"), await Membership.join(url, key, memory=memory) as first:
+        token = first.token()
+        assert first.live
+    async with await Membership.join(url, key, wait_s=60, memory=memory) as member, _running(member):
+        assert not member.live
+        assert (member.token(), member.info.swarm_id) == (token, "swarm-1")
+        assert member.key_set.verify(token, now_s()).account == "alice"
+        async with serving(registry, f"127.0.0.1:{port}"):
+            await _until(lambda: member.live)
+            assert registry.infos_given == 2
+    with pytest.raises(ServerUnreachable):
+        await Membership.join(url, "another key", memory=memory)
+
+
+async def test_memory_does_not_hide_a_refusal(tmp_path: Path) -> None:
+    registry, memory = FakeRegistry(Swarm()), tmp_path / "memory.json"
+    async with serving(registry) as server:
+        url, key = registry.swarm.url(server.port), registry.swarm.api_key
+        async with await Membership.join(url, key, memory=memory):
+            pass
+        registry.swarm.api_key = "rotated"
+        with pytest.raises(NotAuthenticated):
+            await Membership.join(url, key, memory=memory)
+
+
+async def test_a_registry_that_takes_calls_but_does_not_answer_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership_module, "IMPATIENT_TIMEOUT_S", 0.3)
+    registry, memory = FakeRegistry(Swarm()), tmp_path / "memory.json"
+    async with serving(registry) as server:
+        url, key = registry.swarm.url(server.port), registry.swarm.api_key
+        async with await Membership.join(url, key, memory=memory):
+            pass
+    with socket.create_server(("127.0.0.1", url.port)):
+        async with await Membership.join(url, key, memory=memory) as member:
+            assert not member.live

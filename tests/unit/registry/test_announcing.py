@@ -35,6 +35,7 @@ from shoal.wire.errors import (
 )
 from shoal.wire.identity import IdentityKey
 from shoal.wire.records import sign_record
+from shoal.wire.tokens import TokenSigner
 from tests.support.records import make_record
 
 TTL_S = 15.0
@@ -93,7 +94,9 @@ class Registry:
         self.watchers = Watchers(64)
         self.hub = SwarmHub(self.leases, self.watchers, lease_ttl_s=TTL_S, poll_s=0.1, monotonic_s=lambda: self.time_s)
         self.history = HistoryWriter(self.archive)
-        self.parts = Announcing(self.leases, PinBoard(self.archive), self.history, self.hub, TTL_S)
+        self.signer = TokenSigner(IdentityKey.generate(), "swarm")
+        key_set = self.signer.key_set()
+        self.parts = Announcing(self.leases, PinBoard(self.archive), self.history, self.hub, TTL_S, key_set)
 
     def stream(self, account: str = "ann") -> AnnounceStream:
         return AnnounceStream(self.parts, account)

@@ -13,6 +13,7 @@ from shoal.swarm.spans import Span, tiles
 from shoal.wire.errors import InvalidRequest, NotFound, Unsupported
 from shoal.wire.swarm_url import SwarmUrl
 
+PEER = "/ip4/127.0.0.1/tcp/7002/p2p/12D3KooW"
 KEYS = Keys("user-s3cr3t", "server-s3cr3t", "service-s3cr3t")
 
 
@@ -32,6 +33,8 @@ def addresses(ports: tuple[int, ...], host: str = "127.0.0.1", public_host: str 
         router_port=7001,
         url=SwarmUrl(public_host, 7000, "0" * 64),
         router_certificate=Path("/certificates/router.cert.pem"),
+        dht_port=7002,
+        dht_peer=PEER,
         server_ports=ports,
     )
 

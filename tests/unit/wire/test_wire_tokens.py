@@ -9,7 +9,7 @@ from typing import Any
 import jwt
 import pytest
 
-from shoal.wire.errors import Corrupted, NotAuthenticated
+from shoal.wire.errors import Corrupted, NotAuthenticated, NotPermitted
 from shoal.wire.identity import IdentityKey
 from shoal.wire.tokens import API_KEY_PREFIX, Claims, KeySet, Role, TokenSigner, api_key_digest, new_api_key
 
@@ -105,3 +105,33 @@ def test_api_keys_are_recognisable_and_stored_as_digests() -> None:
     assert api_key != new_api_key()
     assert len(api_key_digest(api_key)) == 64
     assert api_key not in api_key_digest(api_key)
+
+
+def test_an_enrolment_is_of_one_server_and_no_access_token() -> None:
+    signer = TokenSigner(IdentityKey.generate(), "swarm-1")
+    enrolment, keys = signer.enrol("ann", "server-a", 60.0, NOW_S), signer.key_set()
+    found = keys.verify_enrolment(enrolment, "server-a", NOW_S)
+    assert (found.account, found.server_id, found.expires_at_s) == ("ann", "server-a", NOW_S + 60)
+    with pytest.raises(NotPermitted, match="another server"):
+        keys.verify_enrolment(enrolment, "server-b", NOW_S)
+    with pytest.raises(NotPermitted, match="has ended"):
+        keys.verify_enrolment(enrolment, "server-a", NOW_S + 60)
+    with pytest.raises(NotAuthenticated):
+        keys.verify(enrolment, NOW_S)
+    with pytest.raises(NotPermitted, match="no enrolment"):
+        keys.verify_enrolment(signer.issue("ann", Role.SERVER, 60.0, NOW_S), "server-a", NOW_S)
+
+
+@pytest.mark.parametrize("enrolment", ["", "x", "a.b.c", "e" * 5000])
+def test_what_is_no_enrolment_is_refused(enrolment: str) -> None:
+    with pytest.raises(NotPermitted):
+        TokenSigner(IdentityKey.generate(), "swarm-1").key_set().verify_enrolment(enrolment, "server-a", NOW_S)
+
+
+def test_enrolments_of_other_swarms_are_refused() -> None:
+    signer, other = (TokenSigner(IdentityKey.generate(), name) for name in ("swarm-1", "swarm-2"))
+    with pytest.raises(NotPermitted):
+        other.key_set().verify_enrolment(signer.enrol("ann", "server-a", 60.0, NOW_S), "server-a", NOW_S)
+    renamed = KeySet(signer.key_set().public_keys, "swarm-2")
+    with pytest.raises(NotPermitted, match="another server or swarm"):
+        renamed.verify_enrolment(signer.enrol("ann", "server-a", 60.0, NOW_S), "server-a", NOW_S)

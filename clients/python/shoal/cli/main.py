@@ -26,7 +26,9 @@ OWN: Mapping[str, str] = MappingProxyType(
     {"generate": "shoal.cli.generate", "status": "shoal.cli.status", "model": "shoal.cli.model"}
 )
 # Commands of the services, and the extra of `shoal-services` that each one needs.
-OF_SERVICES: Mapping[str, str] = MappingProxyType({"up": "control,block", "server": "block", "db": "control"})
+OF_SERVICES: Mapping[str, str] = MappingProxyType(
+    {"up": "control,block", "server": "block", "dht": "dht", "db": "control"}
+)
 
 
 class LazyGroup(TyperGroup):

@@ -20,8 +20,9 @@ from shoal.models.checkpoint import Checkpoint
 from shoal.models.families import AttentionKind, Family
 from shoal.models.files import GENERATION_CONFIG_FILE
 from shoal.models.hub import HubOptions
+from shoal.models.prefixes import model_prefix
 from shoal.models.sources import open_model
-from shoal.wire.errors import NotFound, Unsupported
+from shoal.wire.errors import NotFound
 
 
 class AutoDistributedModelForCausalLM:
@@ -51,6 +52,8 @@ class AutoDistributedModelForCausalLM:
             model: folder with `config.json` and safetensors, or `OWNER/NAME` of the hub.
             swarm: `shoal://HOST:PORT#SHA256`; by default `$SHOAL_SWARM`, else the file that `shoal up` wrote.
             api_key: by default `$SHOAL_API_KEY`, else that file's.
+            initial_peers: nodes to join the DHT by, `/ip4/ADDRESS/tcp/PORT/p2p/ID`, beside those that registry and file
+                name; needed only while the registry is away and nothing is known of the DHT.
             config: limits and preferences of routes and sessions.
             revision: branch, tag or commit of the hub's repository; the commit is resolved once and then kept.
             token: token of the hub, for private repositories; by default HF_TOKEN or the login of `hf auth login`.
@@ -65,14 +68,16 @@ class AutoDistributedModelForCausalLM:
             Unavailable, Corrupted: if the hub cannot be reached, or its files arrive damaged.
             UnknownModel: if the swarm does not serve the model.
         """
-        if initial_peers is not None:
-            raise Unsupported(
-                "from_pretrained(): initial_peers is not supported yet; leave it out", option="initial_peers"
-            )
         hub = HubOptions(revision, token, None if cache_dir is None else Path(cache_dir))
         checkpoint = open_model(model, hub, allow_pickle=allow_pickle)
         connection = SwarmConnection.join(
-            checkpoint.family, checkpoint.name, swarm=swarm, api_key=api_key, dtype=dtype, config=config
+            checkpoint.family,
+            model_prefix(checkpoint.source, checkpoint.config),
+            swarm=swarm,
+            api_key=api_key,
+            dtype=dtype,
+            config=config,
+            initial_peers=initial_peers or (),
         )
         try:
             return build_model(checkpoint, connection)

@@ -12,7 +12,7 @@ import contextlib
 import secrets
 import time
 import weakref
-from collections.abc import Collection, Coroutine
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
@@ -20,11 +20,12 @@ import grpc.aio
 import torch
 
 from shoal.client.config import SequenceManagerConfig, SequenceManagerState
+from shoal.client.discovery import Discovery
 from shoal.client.failures import Bans, judge
 from shoal.client.hops import HopStream
 from shoal.client.journal import Journal
 from shoal.client.loop import LoopThread
-from shoal.client.routes import RouterRoutes, RouteSource
+from shoal.client.routes import RouteSource
 from shoal.client.session import InferenceSession
 from shoal.models.families import Family
 from shoal.models.identity import config_digest, dtype_of
@@ -44,9 +45,10 @@ from shoal.wire.errors import (
     UnknownModel,
 )
 from shoal.wire.membership import Membership
+from shoal.wire.memory import memory_path
 from shoal.wire.records import PROTOCOL, model_to_proto, span_to_proto
 from shoal.wire.status import from_rpc_error
-from shoal.wire.swarm_url import resolve_swarm
+from shoal.wire.swarm_url import known_peers, resolve_swarm
 from shoal.wire.tensors import dtype_to_wire
 
 T = TypeVar("T")
@@ -78,6 +80,7 @@ class SwarmConnection:
         routes: RouteSource,
         membership: Membership,
         config: SequenceManagerConfig,
+        discovery: Discovery | None = None,
     ) -> None:
         self.model = model
         self.config = config
@@ -87,7 +90,8 @@ class SwarmConnection:
         self._membership = membership
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
         self._retired: list[asyncio.Future[None]] = []
-        self._keeper = loop.start(membership.run())
+        self._discovery = discovery
+        self._keeper = loop.start(membership.run() if discovery is None else discovery.run())
         _close_at_exit(self)
 
     @classmethod
@@ -100,8 +104,12 @@ class SwarmConnection:
         api_key: str | None = None,
         dtype: torch.dtype | None = None,
         config: SequenceManagerConfig | None = None,
+        initial_peers: Sequence[str] = (),
     ) -> Self:
         """Join a swarm that serves the model.
+
+        While its registry is away, what an earlier process of this user learned is enough: token, keys, and peers of
+        the DHT, to which `initial_peers` and those of the swarm file are added.
 
         Raises:
             InvalidRequest: if no swarm is named; NotAuthenticated: if the key or certificate is refused.
@@ -111,16 +119,19 @@ class SwarmConnection:
         url, key = resolve_swarm(swarm, api_key)
         loop = LoopThread(f"shoal-{prefix}")
         try:
-            membership = loop.run(Membership.join(url, key))
+            membership = loop.run(Membership.join(url, key, memory=memory_path(url, key)))
+            discovery = Discovery(membership, [*initial_peers, *known_peers(url)])
             try:
-                model = _choose_model(membership, family, prefix, dtype)
+                model = _choose_model(loop.run(discovery.models()), family, prefix, dtype)
             except ShoalError:
+                loop.run(discovery.close())
                 loop.run(membership.close())
                 raise
         except BaseException:
             loop.close()
             raise
-        return cls(loop, model, RouterRoutes(membership, config.connect_timeout_s), membership, config)
+        routes = discovery.routes(model.key, config.connect_timeout_s)
+        return cls(loop, model, routes, membership, config, discovery)
 
     @property
     def last_route(self) -> Route | None:
@@ -292,19 +303,22 @@ class SwarmConnection:
             self._loop.join(_CLOSE_TIMEOUT_S)
 
     async def _close(self) -> None:
-        await _release(self._keeper, self._channels, self._membership)
+        await _release(self._keeper, self._channels, self._membership, self._discovery)
 
     def __del__(self) -> None:
-        self._loop.start(_release(self._keeper, self._channels, self._membership, self._loop))
+        self._loop.start(_release(self._keeper, self._channels, self._membership, self._discovery, self._loop))
 
 
 async def _release(
     keeper: concurrent.futures.Future[None] | None,
     channels: dict[tuple[str, str], grpc.aio.Channel],
     membership: Membership,
+    discovery: Discovery | None,
     loop: LoopThread | None = None,
 ) -> None:
     """Close all of a connection's parts, and the loop itself when it is given; harmless when done before."""
+    if discovery is not None:
+        await discovery.close()
     if keeper is not None:
         keeper.cancel()
     await asyncio.gather(*(channel.close() for channel in channels.values()), return_exceptions=True)
@@ -314,10 +328,9 @@ async def _release(
         loop.close()
 
 
-def _choose_model(membership: Membership, family: Family, prefix: str, dtype: torch.dtype | None) -> RemoteModel:
+def _choose_model(served: Sequence[ModelKey], family: Family, prefix: str, dtype: torch.dtype | None) -> RemoteModel:
     """Pick the served model with the same config; the name decides between several, the element type too."""
     digest = config_digest(family.config)
-    served = [entry.model for entry in membership.info.models]
     same = [model for model in served if model.config_digest == digest]
     named = [model for model in same if model.prefix == prefix] or same
     fitting = [model for model in named if dtype is None or dtype_of(model.numeric_class) == dtype]

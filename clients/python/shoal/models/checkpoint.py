@@ -46,9 +46,9 @@ class Checkpoint:
         self._stored = stored
 
     @property
-    def name(self) -> str:
-        """The model's name in a swarm if nobody gives another: the last component of folder or hub id."""
-        return self.files.name
+    def source(self) -> str | Path:
+        """What the model is loaded from: the folder (a `Path`), or the id of a repository (a `str`)."""
+        return self.files.source
 
     @classmethod
     def open(cls, source: str | Path | ModelFiles, *, allow_pickle: bool = False) -> Checkpoint:

@@ -37,12 +37,12 @@ class ModelFiles(Protocol):
 
     Attributes:
         folder: where files lie once they are fetched.
-        name: the model's own name, without its owner.
+        source: what the model is loaded from: the folder (a `Path`), or the id of a repository (a `str`).
         label: how messages name the model.
     """
 
     folder: Path
-    name: str
+    source: str | Path
     label: str
 
     def has(self, file: str) -> bool:
@@ -83,7 +83,7 @@ class FolderFiles:
         self.folder = Path(os.path.abspath(folder))
         if not self.folder.is_dir():
             raise NotFound(f"no model folder {self.folder}")
-        self.name = self.folder.name
+        self.source: str | Path = self.folder
         self.label = str(self.folder)
 
     def has(self, file: str) -> bool:

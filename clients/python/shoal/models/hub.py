@@ -86,7 +86,7 @@ class HubFiles:
         self._stopped = False
         self._give_up = threading.Event()
         self.folder = self._storage / "snapshots" / commit
-        self.name = repo.rpartition("/")[2]
+        self.source: str | Path = repo
         self.label = str(self._place)
 
     @classmethod

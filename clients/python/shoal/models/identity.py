@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.models.checkpoint import Checkpoint, span_names
 from shoal.models.families import Family, describe
 from shoal.models.hash_cache import HashCache, file_key
+from shoal.models.prefixes import model_prefix
 from shoal.swarm.snapshot import ModelKey
 from shoal.swarm.spans import Span
 from shoal.wire.errors import Unsupported
@@ -63,13 +64,14 @@ def dtype_of(numeric_class: str) -> torch.dtype:
 def model_key(model: Checkpoint | Path | str, numeric_class: str, prefix: str | None = None) -> ModelKey:
     """Return the identity of a model: an open checkpoint or a folder. It does not depend on where weights come from.
 
-    `prefix` is the model's name in the swarm; by default the last component of folder or hub id.
+    `prefix` is the model's name in the swarm; by default as `shoal.models.prefixes.model_prefix` has it.
 
     Raises:
         Unsupported, NotFound, InvalidRequest: as `Checkpoint.open`.
     """
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
-    return ModelKey(prefix or checkpoint.name, config_digest(checkpoint.config), numeric_class)
+    name = model_prefix(checkpoint.source, checkpoint.config, prefix or "")
+    return ModelKey(name, config_digest(checkpoint.config), numeric_class)
 
 
 def block_hashes(checkpoint: Checkpoint, family: Family, span: Span, cache_file: Path | None = None) -> list[bytes]:

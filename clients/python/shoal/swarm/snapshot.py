@@ -93,6 +93,7 @@ class Server:
     public_name: str = ""
     adapters: frozenset[str] = frozenset()
     rtts_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    enrolment: str = ""
 
     def block_hash(self, block: int) -> bytes:
         """Return the hash of a block that the span covers."""
@@ -115,16 +116,22 @@ class RevisionGap(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SwarmSnapshot:
-    """All servers at one revision. Revisions count within an `epoch`, the life of the store behind them."""
+    """All servers at one revision. Revisions count within an `epoch`, the life of the store behind them.
+
+    A `partial` snapshot may lack servers that are there: nobody may take a gap in it for a gap in the swarm.
+    """
 
     revision: int = 0
     epoch: str = ""
     servers: Mapping[str, Server] = field(default_factory=lambda: MappingProxyType({}))
+    partial: bool = False
 
     @classmethod
-    def of(cls, servers: Iterable[Server], revision: int = 0, epoch: str = "") -> SwarmSnapshot:
+    def of(
+        cls, servers: Iterable[Server], revision: int = 0, epoch: str = "", *, partial: bool = False
+    ) -> SwarmSnapshot:
         """Build a snapshot from servers in any order."""
-        return cls(revision, epoch, MappingProxyType({server.server_id: server for server in servers}))
+        return cls(revision, epoch, MappingProxyType({server.server_id: server for server in servers}), partial)
 
     def apply(self, delta: Delta) -> SwarmSnapshot:
         """Return the snapshot after `delta`.

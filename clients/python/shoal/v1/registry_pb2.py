@@ -28,13 +28,15 @@ from shoal.v1 import common_pb2 as shoal_dot_v1_dot_common__pb2
 from shoal.v1 import swarm_pb2 as shoal_dot_v1_dot_swarm__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17shoal/v1/registry.proto\x12\x08shoal.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15shoal/v1/common.proto\x1a\x14shoal/v1/swarm.proto\"\'\n\x13GetSwarmInfoRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\"I\n\x0fServiceEndpoint\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x13\n\x0b\x63\x65rtificate\x18\x02 \x01(\x0c\x12\x10\n\x08tls_name\x18\x03 \x01(\t\".\n\x08TokenKey\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x12\n\npublic_key\x18\x02 \x01(\x0c\"C\n\x0bServedModel\x12 \n\x05model\x18\x01 \x01(\x0b\x32\x11.shoal.v1.ModelId\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"\x9b\x02\n\x14GetSwarmInfoResponse\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x10\n\x08swarm_id\x18\x02 \x01(\t\x12*\n\x07routers\x18\x03 \x03(\x0b\x32\x19.shoal.v1.ServiceEndpoint\x12&\n\ntoken_keys\x18\x04 \x03(\x0b\x32\x12.shoal.v1.TokenKey\x12\x14\n\x0c\x61\x63\x63\x65ss_token\x18\x05 \x01(\t\x12;\n\x17\x61\x63\x63\x65ss_token_expires_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tdht_peers\x18\x07 \x03(\t\x12%\n\x06models\x18\x08 \x03(\x0b\x32\x15.shoal.v1.ServedModel\"|\n\x15\x41nnounceServerRequest\x12*\n\x06record\x18\x01 \x01(\x0b\x32\x18.shoal.v1.SignedEnvelopeH\x00\x12.\n\theartbeat\x18\x02 \x01(\x0b\x32\x19.shoal.v1.ServerHeartbeatH\x00\x42\x07\n\x05\x66rame\"\x83\x01\n\x0fServerHeartbeat\x12$\n\x05state\x18\x01 \x01(\x0e\x32\x15.shoal.v1.ServerState\x12\"\n\x04load\x18\x02 \x01(\x0b\x32\x14.shoal.v1.ServerLoad\x12&\n\x05pings\x18\x03 \x03(\x0b\x32\x17.shoal.v1.NeighbourPing\"J\n\x16\x41nnounceServerResponse\x12\'\n\x05lease\x18\x01 \x01(\x0b\x32\x16.shoal.v1.LeaseGrantedH\x00\x42\x07\n\x05\x66rame\"\xa7\x01\n\x0cLeaseGranted\x12&\n\x03ttl\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x35\n\x12heartbeat_interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08revision\x18\x03 \x01(\x04\x12&\n\ntoken_keys\x18\x04 \x03(\x0b\x32\x12.shoal.v1.TokenKey\"]\n\x12ListServersRequest\x12 \n\x05model\x18\x01 \x01(\x0b\x32\x11.shoal.v1.ModelId\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"h\n\x13ListServersResponse\x12&\n\x07servers\x18\x01 \x03(\x0b\x32\x15.shoal.v1.ServerEntry\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\x04\"6\n\x12GetCoverageRequest\x12 \n\x05model\x18\x01 \x01(\x0b\x32\x11.shoal.v1.ModelId\"r\n\x13GetCoverageResponse\x12 \n\x05model\x18\x01 \x01(\x0b\x32\x11.shoal.v1.ModelId\x12\'\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x17.shoal.v1.BlockCoverage\x12\x10\n\x08revision\x18\x03 \x01(\x04\"5\n\x11WatchSwarmRequest\x12 \n\x05model\x18\x01 \x01(\x0b\x32\x11.shoal.v1.ModelId\"q\n\x12WatchSwarmResponse\x12+\n\x08snapshot\x18\x01 \x01(\x0b\x32\x17.shoal.v1.SwarmSnapshotH\x00\x12%\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x14.shoal.v1.SwarmDeltaH\x00\x42\x07\n\x05\x66rame\"X\n\rSwarmSnapshot\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12&\n\x07servers\x18\x03 \x03(\x0b\x32\x15.shoal.v1.ServerEntry\"o\n\nSwarmDelta\x12\x15\n\rfrom_revision\x18\x01 \x01(\x04\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12&\n\x07upserts\x18\x03 \x03(\x0b\x32\x15.shoal.v1.ServerEntry\x12\x10\n\x08removals\x18\x04 \x03(\t2\x9c\x03\n\x0fRegistryService\x12M\n\x0cGetSwarmInfo\x12\x1d.shoal.v1.GetSwarmInfoRequest\x1a\x1e.shoal.v1.GetSwarmInfoResponse\x12W\n\x0e\x41nnounceServer\x12\x1f.shoal.v1.AnnounceServerRequest\x1a .shoal.v1.AnnounceServerResponse(\x01\x30\x01\x12J\n\x0bListServers\x12\x1c.shoal.v1.ListServersRequest\x1a\x1d.shoal.v1.ListServersResponse\x12J\n\x0bGetCoverage\x12\x1c.shoal.v1.GetCoverageRequest\x1a\x1d.shoal.v1.GetCoverageResponse\x12I\n\nWatchSwarm\x12\x1b.shoal.v1.WatchSwarmRequest\x1a\x1c.shoal.v1.WatchSwarmResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17shoal/v1/registry.proto\x12\x08shoal.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15shoal/v1/common.proto\x1a\x14shoal/v1/swarm.proto\"\'\n\x13GetSwarmInfoRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\"I\n\x0fServiceEndpoint\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x13\n\x0b\x63\x65rtificate\x18\x02 \x01(\x0c\x12\x10\n\x08tls_name\x18\x03 \x01(\t\".\n\x08TokenKey\x12\x0e\n\x06key_id\x18\x01 \x01(\t\x12\x12\n\npublic_key\x18\x02 \x01(\x0c\"C\n\x0bServedModel\x12 \n\x05model\x18\x01 \x01(\x0b\x32\x11.shoal.v1.ModelId\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"\x9b\x02\n\x14GetSwarmInfoResponse\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x10\n\x08swarm_id\x18\x02 \x01(\t\x12*\n\x07routers\x18\x03 \x03(\x0b\x32\x19.shoal.v1.ServiceEndpoint\x12&\n\ntoken_keys\x18\x04 \x03(\x0b\x32\x12.shoal.v1.TokenKey\x12\x14\n\x0c\x61\x63\x63\x65ss_token\x18\x05 \x01(\t\x12;\n\x17\x61\x63\x63\x65ss_token_expires_at\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tdht_peers\x18\x07 \x03(\t\x12%\n\x06models\x18\x08 \x03(\x0b\x32\x15.shoal.v1.ServedModel\"|\n\x15\x41nnounceServerRequest\x12*\n\x06record\x18\x01 \x01(\x0b\x32\x18.shoal.v1.SignedEnvelopeH\x00\x12.\n\theartbeat\x18\x02 \x01(\x0b\x32\x19.shoal.v1.ServerHeartbeatH\x00\x42\x07\n\x05\x66rame\"\x83\x01\n\x0fServerHeartbeat\x12$\n\x05state\x18\x01 \x01(\x0e\x32\x15.shoal.v1.ServerState\x12\"\n\x04load\x18\x02 \x01(\x0b\x32\x14.shoal.v1.ServerLoad\x12&\n\x05pings\x18\x03 \x03(\x0b\x32\x17.shoal.v1.NeighbourPing\"J\n\x16\x41nnounceServerResponse\x12\'\n\x05lease\x18\x01 \x01(\x0b\x32\x16.shoal.v1.LeaseGrantedH\x00\x42\x07\n\x05\x66rame\"\xba\x01\n\x0cLeaseGranted\x12&\n\x03ttl\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x35\n\x12heartbeat_interval\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08revision\x18\x03 \x01(\x04\x12&\n\ntoken_keys\x18\x04 \x03(\x0b\x32\x12.shoal.v1.TokenKey\x12\x11\n\tenrolment\x18\x05 \x01(\t\"]\n\x12ListServersRequest\x12 \n\x05model\x18\x01 \x01(\x0b\x32\x11.shoal.v1.ModelId\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"h\n\x13ListServersResponse\x12&\n\x07servers\x18\x01 \x03(\x0b\x32\x15.shoal.v1.ServerEntry\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\x04\"6\n\x12GetCoverageRequest\x12 \n\x05model\x18\x01 \x01(\x0b\x32\x11.shoal.v1.ModelId\"r\n\x13GetCoverageResponse\x12 \n\x05model\x18\x01 \x01(\x0b\x32\x11.shoal.v1.ModelId\x12\'\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x17.shoal.v1.BlockCoverage\x12\x10\n\x08revision\x18\x03 \x01(\x04\"5\n\x11WatchSwarmRequest\x12 \n\x05model\x18\x01 \x01(\x0b\x32\x11.shoal.v1.ModelId\"q\n\x12WatchSwarmResponse\x12+\n\x08snapshot\x18\x01 \x01(\x0b\x32\x17.shoal.v1.SwarmSnapshotH\x00\x12%\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x14.shoal.v1.SwarmDeltaH\x00\x42\x07\n\x05\x66rame\"X\n\rSwarmSnapshot\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12&\n\x07servers\x18\x03 \x03(\x0b\x32\x15.shoal.v1.ServerEntry\"o\n\nSwarmDelta\x12\x15\n\rfrom_revision\x18\x01 \x01(\x04\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12&\n\x07upserts\x18\x03 \x03(\x0b\x32\x15.shoal.v1.ServerEntry\x12\x10\n\x08removals\x18\x04 \x03(\t\"T\n\x13\x41\x64optRecordsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x07records\x18\x02 \x03(\x0b\x32\x18.shoal.v1.SignedEnvelope\"D\n\nAdoptCount\x12\'\n\x07outcome\x18\x01 \x01(\x0e\x32\x16.shoal.v1.AdoptOutcome\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"N\n\x14\x41\x64optRecordsResponse\x12$\n\x06\x63ounts\x18\x01 \x03(\x0b\x32\x14.shoal.v1.AdoptCount\x12\x10\n\x08revision\x18\x02 \x01(\x04*\xc2\x02\n\x0c\x41\x64optOutcome\x12\x1d\n\x19\x41\x44OPT_OUTCOME_UNSPECIFIED\x10\x00\x12\x19\n\x15\x41\x44OPT_OUTCOME_ADOPTED\x10\x01\x12\x16\n\x12\x41\x44OPT_OUTCOME_HELD\x10\x02\x12\x1a\n\x16\x41\x44OPT_OUTCOME_REPLAYED\x10\x03\x12\x19\n\x15\x41\x44OPT_OUTCOME_EXPIRED\x10\x04\x12\x18\n\x14\x41\x44OPT_OUTCOME_FORGED\x10\x05\x12\x1b\n\x17\x41\x44OPT_OUTCOME_MALFORMED\x10\x06\x12\x1a\n\x16\x41\x44OPT_OUTCOME_STRANGER\x10\x07\x12\x1f\n\x1b\x41\x44OPT_OUTCOME_WRONG_WEIGHTS\x10\x08\x12\x16\n\x12\x41\x44OPT_OUTCOME_LEFT\x10\t\x12\x1d\n\x19\x41\x44OPT_OUTCOME_UNAVAILABLE\x10\n2\xeb\x03\n\x0fRegistryService\x12M\n\x0cGetSwarmInfo\x12\x1d.shoal.v1.GetSwarmInfoRequest\x1a\x1e.shoal.v1.GetSwarmInfoResponse\x12W\n\x0e\x41nnounceServer\x12\x1f.shoal.v1.AnnounceServerRequest\x1a .shoal.v1.AnnounceServerResponse(\x01\x30\x01\x12J\n\x0bListServers\x12\x1c.shoal.v1.ListServersRequest\x1a\x1d.shoal.v1.ListServersResponse\x12J\n\x0bGetCoverage\x12\x1c.shoal.v1.GetCoverageRequest\x1a\x1d.shoal.v1.GetCoverageResponse\x12I\n\nWatchSwarm\x12\x1b.shoal.v1.WatchSwarmRequest\x1a\x1c.shoal.v1.WatchSwarmResponse0\x01\x12M\n\x0c\x41\x64optRecords\x12\x1d.shoal.v1.AdoptRecordsRequest\x1a\x1e.shoal.v1.AdoptRecordsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shoal.v1.registry_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_ADOPTOUTCOME']._serialized_start=2174
+  _globals['_ADOPTOUTCOME']._serialized_end=2496
   _globals['_GETSWARMINFOREQUEST']._serialized_start=147
   _globals['_GETSWARMINFOREQUEST']._serialized_end=186
   _globals['_SERVICEENDPOINT']._serialized_start=188
@@ -52,23 +54,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ANNOUNCESERVERRESPONSE']._serialized_start=926
   _globals['_ANNOUNCESERVERRESPONSE']._serialized_end=1000
   _globals['_LEASEGRANTED']._serialized_start=1003
-  _globals['_LEASEGRANTED']._serialized_end=1170
-  _globals['_LISTSERVERSREQUEST']._serialized_start=1172
-  _globals['_LISTSERVERSREQUEST']._serialized_end=1265
-  _globals['_LISTSERVERSRESPONSE']._serialized_start=1267
-  _globals['_LISTSERVERSRESPONSE']._serialized_end=1371
-  _globals['_GETCOVERAGEREQUEST']._serialized_start=1373
-  _globals['_GETCOVERAGEREQUEST']._serialized_end=1427
-  _globals['_GETCOVERAGERESPONSE']._serialized_start=1429
-  _globals['_GETCOVERAGERESPONSE']._serialized_end=1543
-  _globals['_WATCHSWARMREQUEST']._serialized_start=1545
-  _globals['_WATCHSWARMREQUEST']._serialized_end=1598
-  _globals['_WATCHSWARMRESPONSE']._serialized_start=1600
-  _globals['_WATCHSWARMRESPONSE']._serialized_end=1713
-  _globals['_SWARMSNAPSHOT']._serialized_start=1715
-  _globals['_SWARMSNAPSHOT']._serialized_end=1803
-  _globals['_SWARMDELTA']._serialized_start=1805
-  _globals['_SWARMDELTA']._serialized_end=1916
-  _globals['_REGISTRYSERVICE']._serialized_start=1919
-  _globals['_REGISTRYSERVICE']._serialized_end=2331
+  _globals['_LEASEGRANTED']._serialized_end=1189
+  _globals['_LISTSERVERSREQUEST']._serialized_start=1191
+  _globals['_LISTSERVERSREQUEST']._serialized_end=1284
+  _globals['_LISTSERVERSRESPONSE']._serialized_start=1286
+  _globals['_LISTSERVERSRESPONSE']._serialized_end=1390
+  _globals['_GETCOVERAGEREQUEST']._serialized_start=1392
+  _globals['_GETCOVERAGEREQUEST']._serialized_end=1446
+  _globals['_GETCOVERAGERESPONSE']._serialized_start=1448
+  _globals['_GETCOVERAGERESPONSE']._serialized_end=1562
+  _globals['_WATCHSWARMREQUEST']._serialized_start=1564
+  _globals['_WATCHSWARMREQUEST']._serialized_end=1617
+  _globals['_WATCHSWARMRESPONSE']._serialized_start=1619
+  _globals['_WATCHSWARMRESPONSE']._serialized_end=1732
+  _globals['_SWARMSNAPSHOT']._serialized_start=1734
+  _globals['_SWARMSNAPSHOT']._serialized_end=1822
+  _globals['_SWARMDELTA']._serialized_start=1824
+  _globals['_SWARMDELTA']._serialized_end=1935
+  _globals['_ADOPTRECORDSREQUEST']._serialized_start=1937
+  _globals['_ADOPTRECORDSREQUEST']._serialized_end=2021
+  _globals['_ADOPTCOUNT']._serialized_start=2023
+  _globals['_ADOPTCOUNT']._serialized_end=2091
+  _globals['_ADOPTRECORDSRESPONSE']._serialized_start=2093
+  _globals['_ADOPTRECORDSRESPONSE']._serialized_end=2171
+  _globals['_REGISTRYSERVICE']._serialized_start=2499
+  _globals['_REGISTRYSERVICE']._serialized_end=2990
 # @@protoc_insertion_point(module_scope)

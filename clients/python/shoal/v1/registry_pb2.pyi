@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as duration_pb2
 from google.protobuf import message as message
 from google.protobuf import timestamp_pb2 as timestamp_pb2
 from google.protobuf.internal import containers as containers
+from google.protobuf.internal import enum_type_wrapper as enum_type_wrapper
 from shoal.v1 import common_pb2 as common_pb2
 from shoal.v1 import swarm_pb2 as swarm_pb2
 import builtins as builtins
@@ -21,6 +22,61 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: descriptor.FileDescriptor
+
+class _AdoptOutcome:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AdoptOutcomeEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_AdoptOutcome.ValueType], builtins.type):
+    DESCRIPTOR: descriptor.EnumDescriptor
+    ADOPT_OUTCOME_UNSPECIFIED: _AdoptOutcome.ValueType  # 0
+    """Not set."""
+    ADOPT_OUTCOME_ADOPTED: _AdoptOutcome.ValueType  # 1
+    """The server has a lease by this record, until the record ends at the latest."""
+    ADOPT_OUTCOME_HELD: _AdoptOutcome.ValueType  # 2
+    """The server holds its lease itself, so the record is not needed."""
+    ADOPT_OUTCOME_REPLAYED: _AdoptOutcome.ValueType  # 3
+    """A newer record of the server is known."""
+    ADOPT_OUTCOME_EXPIRED: _AdoptOutcome.ValueType  # 4
+    """The record's time is over."""
+    ADOPT_OUTCOME_FORGED: _AdoptOutcome.ValueType  # 5
+    """Bytes, signature, id or certificate do not fit together."""
+    ADOPT_OUTCOME_MALFORMED: _AdoptOutcome.ValueType  # 6
+    """A field is missing or out of its range, or the wire protocol is another one."""
+    ADOPT_OUTCOME_STRANGER: _AdoptOutcome.ValueType  # 7
+    """The record has no valid enrolment in this swarm."""
+    ADOPT_OUTCOME_WRONG_WEIGHTS: _AdoptOutcome.ValueType  # 8
+    """The server's weights are not those of the swarm."""
+    ADOPT_OUTCOME_LEFT: _AdoptOutcome.ValueType  # 9
+    """The server said that it is gone."""
+    ADOPT_OUTCOME_UNAVAILABLE: _AdoptOutcome.ValueType  # 10
+    """A store of the registry did not answer; worth another try."""
+
+class AdoptOutcome(_AdoptOutcome, metaclass=_AdoptOutcomeEnumTypeWrapper):
+    """What became of a record that was to be adopted."""
+
+ADOPT_OUTCOME_UNSPECIFIED: AdoptOutcome.ValueType  # 0
+"""Not set."""
+ADOPT_OUTCOME_ADOPTED: AdoptOutcome.ValueType  # 1
+"""The server has a lease by this record, until the record ends at the latest."""
+ADOPT_OUTCOME_HELD: AdoptOutcome.ValueType  # 2
+"""The server holds its lease itself, so the record is not needed."""
+ADOPT_OUTCOME_REPLAYED: AdoptOutcome.ValueType  # 3
+"""A newer record of the server is known."""
+ADOPT_OUTCOME_EXPIRED: AdoptOutcome.ValueType  # 4
+"""The record's time is over."""
+ADOPT_OUTCOME_FORGED: AdoptOutcome.ValueType  # 5
+"""Bytes, signature, id or certificate do not fit together."""
+ADOPT_OUTCOME_MALFORMED: AdoptOutcome.ValueType  # 6
+"""A field is missing or out of its range, or the wire protocol is another one."""
+ADOPT_OUTCOME_STRANGER: AdoptOutcome.ValueType  # 7
+"""The record has no valid enrolment in this swarm."""
+ADOPT_OUTCOME_WRONG_WEIGHTS: AdoptOutcome.ValueType  # 8
+"""The server's weights are not those of the swarm."""
+ADOPT_OUTCOME_LEFT: AdoptOutcome.ValueType  # 9
+"""The server said that it is gone."""
+ADOPT_OUTCOME_UNAVAILABLE: AdoptOutcome.ValueType  # 10
+"""A store of the registry did not answer; worth another try."""
 
 @typing.final
 class GetSwarmInfoRequest(message.Message):
@@ -274,8 +330,11 @@ class LeaseGranted(message.Message):
     HEARTBEAT_INTERVAL_FIELD_NUMBER: builtins.int
     REVISION_FIELD_NUMBER: builtins.int
     TOKEN_KEYS_FIELD_NUMBER: builtins.int
+    ENROLMENT_FIELD_NUMBER: builtins.int
     revision: builtins.int
     """Revision of the swarm with this lease in it."""
+    enrolment: builtins.str
+    """For the server's next records: the swarm's statement that it is one of its own."""
     @builtins.property
     def ttl(self) -> duration_pb2.Duration:
         """How long the lease lasts from now."""
@@ -295,10 +354,11 @@ class LeaseGranted(message.Message):
         heartbeat_interval: duration_pb2.Duration | None = ...,
         revision: builtins.int = ...,
         token_keys: abc.Iterable[TokenKey] | None = ...,
+        enrolment: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["heartbeat_interval", b"heartbeat_interval", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["heartbeat_interval", b"heartbeat_interval", "revision", b"revision", "token_keys", b"token_keys", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["enrolment", b"enrolment", "heartbeat_interval", b"heartbeat_interval", "revision", b"revision", "token_keys", b"token_keys", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -531,5 +591,81 @@ class SwarmDelta(message.Message):
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = typing.Literal["from_revision", b"from_revision", "removals", b"removals", "revision", b"revision", "upserts", b"upserts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class AdoptRecordsRequest(message.Message):
+    """Request of AdoptRecords."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    RECORDS_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    """Chosen by the caller, for logs; adopting a record twice changes nothing."""
+    @builtins.property
+    def records(self) -> containers.RepeatedCompositeFieldContainer[common_pb2.SignedEnvelope]:
+        """Signed `ServerRecord`s, each with an enrolment; at most 1000."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        records: abc.Iterable[common_pb2.SignedEnvelope] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["records", b"records", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class AdoptCount(message.Message):
+    """How many records had an outcome."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    OUTCOME_FIELD_NUMBER: builtins.int
+    COUNT_FIELD_NUMBER: builtins.int
+    outcome: AdoptOutcome.ValueType
+    """The outcome."""
+    count: builtins.int
+    """Number of records; at least 1."""
+    def __init__(
+        self,
+        *,
+        outcome: AdoptOutcome.ValueType = ...,
+        count: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["count", b"count", "outcome", b"outcome"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class AdoptRecordsResponse(message.Message):
+    """Response of AdoptRecords."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    COUNTS_FIELD_NUMBER: builtins.int
+    REVISION_FIELD_NUMBER: builtins.int
+    revision: builtins.int
+    """Revision of the swarm with the adopted leases in it; 0 if there are none."""
+    @builtins.property
+    def counts(self) -> containers.RepeatedCompositeFieldContainer[AdoptCount]:
+        """One entry for each outcome that occurred, ordered by outcome."""
+
+    def __init__(
+        self,
+        *,
+        counts: abc.Iterable[AdoptCount] | None = ...,
+        revision: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["counts", b"counts", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...

@@ -60,6 +60,11 @@ class RegistryServiceStub:
                 request_serializer=shoal_dot_v1_dot_registry__pb2.WatchSwarmRequest.SerializeToString,
                 response_deserializer=shoal_dot_v1_dot_registry__pb2.WatchSwarmResponse.FromString,
                 _registered_method=True)
+        self.AdoptRecords = channel.unary_unary(
+                '/shoal.v1.RegistryService/AdoptRecords',
+                request_serializer=shoal_dot_v1_dot_registry__pb2.AdoptRecordsRequest.SerializeToString,
+                response_deserializer=shoal_dot_v1_dot_registry__pb2.AdoptRecordsResponse.FromString,
+                _registered_method=True)
 
 
 class RegistryServiceServicer:
@@ -102,6 +107,14 @@ class RegistryServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AdoptRecords(self, request, context):
+        """Takes over records that servers published in the DHT while they could not reach the registry, and gives them
+        leases. Says what became of them; no record is the caller's fault. Roles: service, operator.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RegistryServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -129,6 +142,11 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     servicer.WatchSwarm,
                     request_deserializer=shoal_dot_v1_dot_registry__pb2.WatchSwarmRequest.FromString,
                     response_serializer=shoal_dot_v1_dot_registry__pb2.WatchSwarmResponse.SerializeToString,
+            ),
+            'AdoptRecords': grpc.unary_unary_rpc_method_handler(
+                    servicer.AdoptRecords,
+                    request_deserializer=shoal_dot_v1_dot_registry__pb2.AdoptRecordsRequest.FromString,
+                    response_serializer=shoal_dot_v1_dot_registry__pb2.AdoptRecordsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -267,6 +285,33 @@ class RegistryService:
             '/shoal.v1.RegistryService/WatchSwarm',
             shoal_dot_v1_dot_registry__pb2.WatchSwarmRequest.SerializeToString,
             shoal_dot_v1_dot_registry__pb2.WatchSwarmResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AdoptRecords(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.RegistryService/AdoptRecords',
+            shoal_dot_v1_dot_registry__pb2.AdoptRecordsRequest.SerializeToString,
+            shoal_dot_v1_dot_registry__pb2.AdoptRecordsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,10 @@ class RegistryServiceStub:
     """Tells for each block of a model how many servers hold it and how much cache is free."""
     WatchSwarm: _grpc.UnaryStreamMultiCallable[_registry_pb2.WatchSwarmRequest, _registry_pb2.WatchSwarmResponse]
     """Sends a snapshot, then changes, each with the revision it leads to."""
+    AdoptRecords: _grpc.UnaryUnaryMultiCallable[_registry_pb2.AdoptRecordsRequest, _registry_pb2.AdoptRecordsResponse]
+    """Takes over records that servers published in the DHT while they could not reach the registry, and gives them
+    leases. Says what became of them; no record is the caller's fault. Roles: service, operator.
+    """
 
 @_typing.type_check_only
 class RegistryServiceAsyncStub(RegistryServiceStub):
@@ -63,6 +67,10 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     """Tells for each block of a model how many servers hold it and how much cache is free."""
     WatchSwarm: _aio.UnaryStreamMultiCallable[_registry_pb2.WatchSwarmRequest, _registry_pb2.WatchSwarmResponse]  # type: ignore[assignment]
     """Sends a snapshot, then changes, each with the revision it leads to."""
+    AdoptRecords: _aio.UnaryUnaryMultiCallable[_registry_pb2.AdoptRecordsRequest, _registry_pb2.AdoptRecordsResponse]  # type: ignore[assignment]
+    """Takes over records that servers published in the DHT while they could not reach the registry, and gives them
+    leases. Says what became of them; no record is the caller's fault. Roles: service, operator.
+    """
 
 class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
     """Keeps leases of block servers and tells watchers what changes."""
@@ -108,5 +116,15 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_registry_pb2.WatchSwarmResponse], _abc.AsyncIterator[_registry_pb2.WatchSwarmResponse]]:
         """Sends a snapshot, then changes, each with the revision it leads to."""
+
+    @_abc_1.abstractmethod
+    def AdoptRecords(
+        self,
+        request: _registry_pb2.AdoptRecordsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_registry_pb2.AdoptRecordsResponse, _abc.Awaitable[_registry_pb2.AdoptRecordsResponse]]:
+        """Takes over records that servers published in the DHT while they could not reach the registry, and gives them
+        leases. Says what became of them; no record is the caller's fault. Roles: service, operator.
+        """
 
 def add_RegistryServiceServicer_to_server(servicer: RegistryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -213,6 +213,7 @@ class ServerRecord(message.Message):
     ISSUED_AT_FIELD_NUMBER: builtins.int
     EXPIRES_AT_FIELD_NUMBER: builtins.int
     ADAPTERS_FIELD_NUMBER: builtins.int
+    ENROLMENT_FIELD_NUMBER: builtins.int
     protocol: builtins.int
     """Version of the wire protocol that the server speaks."""
     server_id: builtins.str
@@ -233,6 +234,10 @@ class ServerRecord(message.Message):
     """Version of the Shoal software."""
     sequence: builtins.int
     """Grows with each record of this server; a smaller or equal one is old."""
+    enrolment: builtins.str
+    """The swarm's statement that the server is one of its own (EdDSA JWT, from `LeaseGranted.enrolment`). Who reads the
+    record where anybody can write, as in the DHT, believes it only with this.
+    """
     @builtins.property
     def model(self) -> common_pb2.ModelId:
         """The model that the server holds."""
@@ -296,10 +301,11 @@ class ServerRecord(message.Message):
         issued_at: timestamp_pb2.Timestamp | None = ...,
         expires_at: timestamp_pb2.Timestamp | None = ...,
         adapters: abc.Iterable[builtins.str] | None = ...,
+        enrolment: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["capacity", b"capacity", "expires_at", b"expires_at", "issued_at", b"issued_at", "load", b"load", "model", b"model", "span", b"span", "speed", b"speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["adapters", b"adapters", "address", b"address", "block_hashes", b"block_hashes", "capacity", b"capacity", "certificate", b"certificate", "expires_at", b"expires_at", "issued_at", b"issued_at", "load", b"load", "model", b"model", "num_blocks", b"num_blocks", "pings", b"pings", "protocol", b"protocol", "public_key", b"public_key", "public_name", b"public_name", "sequence", b"sequence", "server_id", b"server_id", "software", b"software", "span", b"span", "speed", b"speed", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["adapters", b"adapters", "address", b"address", "block_hashes", b"block_hashes", "capacity", b"capacity", "certificate", b"certificate", "enrolment", b"enrolment", "expires_at", b"expires_at", "issued_at", b"issued_at", "load", b"load", "model", b"model", "num_blocks", b"num_blocks", "pings", b"pings", "protocol", b"protocol", "public_key", b"public_key", "public_name", b"public_name", "sequence", b"sequence", "server_id", b"server_id", "software", b"software", "span", b"span", "speed", b"speed", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,8 +1,8 @@
 """Being a member of a swarm: joining by URL and API key, and keeping the access token and key set fresh.
 
 Promises that what was learned last stays usable while the registry is away: `run()` keeps trying, nothing
-is thrown away. Owns the channels to registry and router until `close()`. One event loop; `token()` is safe
-in any thread.
+is thrown away, and with a memory file a new process starts from what the last one learned. Owns the channels
+to registry and router until `close()`. One event loop; `token()` is safe in any thread.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import asyncio
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
+import grpc
 import grpc.aio
 
 from shoal.v1 import registry_pb2, registry_pb2_grpc
@@ -20,6 +22,7 @@ from shoal.wire.channels import Keepalive, open_channel
 from shoal.wire.clock import backoff_s, from_timestamp, jitter, now_s
 from shoal.wire.errors import ServerUnreachable, ShoalError, TimedOut, Unavailable
 from shoal.wire.logs import get_logger
+from shoal.wire.memory import Remembered, recall, remember
 from shoal.wire.records import PROTOCOL, check_protocol
 from shoal.wire.status import from_rpc_error
 from shoal.wire.swarm_url import SwarmUrl, fetch_certificate
@@ -28,6 +31,8 @@ from shoal.wire.tokens import KeySet
 
 CALL_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 3.0
+# Who remembers the swarm waits no longer for a registry that may be away.
+IMPATIENT_TIMEOUT_S = 2.0
 RENEW_AT = 2 / 3
 SHORTEST_WAIT_S = 0.2
 LONGEST_WAIT_S = 3600.0
@@ -51,14 +56,23 @@ class _Known:
 class Membership:
     """A member's view of the swarm. Made by `join`; `run()` keeps it fresh; `close()` ends it."""
 
-    def __init__(self, url: SwarmUrl, api_key: str, certificate: bytes, keepalive: Keepalive | None = None) -> None:
+    def __init__(
+        self,
+        url: SwarmUrl,
+        api_key: str,
+        certificate: bytes,
+        keepalive: Keepalive | None = None,
+        memory: Path | None = None,
+    ) -> None:
         """Prepare without any call; use `join`."""
         self.url = url
         self._api_key = api_key
         self._certificate = certificate
         self._tls_name = certificate_name(certificate)
         self._keepalive = keepalive
+        self._memory = memory
         self._known: _Known | None = None
+        self.live = False
         self._registry: grpc.aio.Channel | None = None
         self._routers: dict[tuple[str, bytes], grpc.aio.Channel] = {}
         self._router_lock = asyncio.Lock()
@@ -66,23 +80,35 @@ class Membership:
 
     @classmethod
     async def join(
-        cls, url: SwarmUrl, api_key: str, *, wait_s: float = 0.0, keepalive: Keepalive | None = None
+        cls,
+        url: SwarmUrl,
+        api_key: str,
+        *,
+        wait_s: float = 0.0,
+        keepalive: Keepalive | None = None,
+        memory: Path | None = None,
     ) -> Self:
         """Fetch and check the registry's certificate, get the swarm's data and a token.
 
-        `wait_s`: how long to keep trying while the registry does not answer.
+        `wait_s`: how long to keep trying while the registry does not answer. `memory`: file that keeps what the
+        registry says; when it holds something, that is used at once instead of waiting, and `live` is False.
 
         Raises:
             NotAuthenticated: if certificate or key are wrong.
             ServerUnreachable, TimedOut: if the registry does not answer.
             Incompatible: if it speaks another protocol.
         """
+        known = recall(memory, url, api_key) if memory else None
+        if known is not None:
+            member = cls(url, api_key, known.certificate, keepalive, memory)
+            await member._refresh_or_take(known)
+            return member
         give_up_at = time.monotonic() + wait_s
         attempt = 0
         while True:
             try:
                 certificate = await asyncio.to_thread(fetch_certificate, url, CONNECT_TIMEOUT_S)
-                member = cls(url, api_key, certificate, keepalive)
+                member = cls(url, api_key, certificate, keepalive, memory)
                 await member.refresh()
                 return member
             except (Unavailable, TimedOut):
@@ -91,6 +117,15 @@ class Membership:
                     raise
             attempt += 1
             await asyncio.sleep(pause_s)
+
+    async def _refresh_or_take(self, known: Remembered) -> None:
+        """Ask the registry; take what is remembered if it does not answer soon."""
+        try:
+            await self.refresh(IMPATIENT_TIMEOUT_S)
+        except (Unavailable, TimedOut) as error:
+            key_set = KeySet.from_protos(known.info.token_keys, known.info.swarm_id)
+            self._known = _Known(known.info, key_set, now_s())
+            self._log.warning("swarm.remembered", reason=error.reason, token_left_s=round(self.token_left_s))
 
     async def __aenter__(self) -> Self:
         return self
@@ -107,6 +142,11 @@ class Membership:
     def key_set(self) -> KeySet:
         """The newest keys that sign access tokens."""
         return self._last().key_set
+
+    @property
+    def token_left_s(self) -> float:
+        """Seconds until the newest access token ends; negative after its end."""
+        return self._last().expires_at_s - now_s()
 
     def token(self) -> str:
         """Return the newest access token.
@@ -140,7 +180,7 @@ class Membership:
         addresses = ", ".join(endpoint.address for endpoint in endpoints)
         raise Unavailable(f"no router answers at {addresses}" if addresses else "the swarm has no router")
 
-    async def refresh(self) -> None:
+    async def refresh(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Ask the registry again for the swarm's data, keys and a new token. On failure what was known stays.
 
         Raises:
@@ -153,7 +193,7 @@ class Membership:
             call = registry_pb2_grpc.RegistryServiceStub(channel).GetSwarmInfo(
                 registry_pb2.GetSwarmInfoRequest(protocol=PROTOCOL),
                 metadata=(("authorization", f"ApiKey {self._api_key}"),),
-                timeout=CALL_TIMEOUT_S,
+                timeout=timeout_s,
             )
             try:
                 info = await call
@@ -161,6 +201,11 @@ class Membership:
                 raise from_rpc_error(error) from error
         check_protocol(info.protocol, f"the registry at {self.url.address}")
         self._known = _Known(info, KeySet.from_protos(info.token_keys, info.swarm_id), now_s())
+        self.live = True
+        if self._memory is not None:
+            await asyncio.to_thread(
+                remember, self._memory, self.url, self._api_key, Remembered(self._certificate, info)
+            )
 
     def adopt_keys(self, keys: Iterable[registry_pb2.TokenKey]) -> None:
         """Take over a newer key set that came another way, as with a lease; an empty one is ignored.
@@ -175,18 +220,18 @@ class Membership:
 
     async def run(self) -> None:
         """Renew the token after each two thirds of its life; after a failure retry. Never ends."""
-        failures = 0
+        failures = 0 if self.live else 1
         while True:
             await asyncio.sleep(self._renew_in_s() if failures == 0 else self._retry_in_s(failures - 1))
             try:
                 await self.refresh()
             except ShoalError as error:
                 failures += 1
-                left_s = round(self._last().expires_at_s - now_s())
+                left_s = round(self.token_left_s)
                 self._log.warning("swarm.refresh_failed", reason=error.reason, failures=failures, token_left_s=left_s)
             else:
                 failures = 0
-                self._log.debug("swarm.refreshed", expires_in_s=round(self._last().expires_at_s - now_s()))
+                self._log.debug("swarm.refreshed", expires_in_s=round(self.token_left_s))
 
     async def close(self) -> None:
         """Close all channels. May be called again."""
@@ -224,9 +269,13 @@ class Membership:
 
 
 async def _connects(channel: grpc.aio.Channel) -> bool:
+    """Tell whether the channel is or gets connected; a refusal counts at once."""
+    state = channel.get_state(try_to_connect=True)
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            await channel.channel_ready()
+            while state in (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.CONNECTING):
+                await channel.wait_for_state_change(state)
+                state = channel.get_state(try_to_connect=True)
     except TimeoutError:
         return False
-    return True
+    return state is grpc.ChannelConnectivity.READY

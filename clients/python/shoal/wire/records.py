@@ -212,7 +212,7 @@ def sign_record(key: IdentityKey, record: swarm_pb2.ServerRecord) -> common_pb2.
 
 
 def open_record(envelope: common_pb2.SignedEnvelope, now_s: float) -> Server:
-    """Check a signed record and return what it says; the lease time is left at 0.
+    """Check a signed record and return what it says; the lease time is left at 0. The enrolment is not checked.
 
     Raises:
         Corrupted: if the bytes, the signature, the id or the certificate do not fit together.
@@ -248,6 +248,7 @@ def open_record(envelope: common_pb2.SignedEnvelope, now_s: float) -> Server:
         public_name=_checked_name(record.public_name),
         adapters=_checked_adapters(record.adapters),
         rtts_s=pings_from_proto(record.pings),
+        enrolment=record.enrolment,
     )
 
 

@@ -109,6 +109,7 @@ class SwarmFile:
     pid: int = 0
     state_dir: str = ""
     model: str = ""
+    initial_peers: tuple[str, ...] = ()
 
     def write(self, path: Path | None = None) -> None:
         """Write the file at once, to the default place unless told otherwise."""
@@ -125,7 +126,7 @@ class SwarmFile:
         try:
             values = json.loads(read_private(path))
             known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-            found = cls(**known)
+            found = cls(**{**known, "initial_peers": tuple(known.get("initial_peers", ()))})
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError) as error:
@@ -139,6 +140,12 @@ def swarm_file_path(environ: Mapping[str, str] | None = None) -> Path:
     """Return where the swarm file lies: `$SHOAL_CONFIG_DIR`, else the user's configuration folder."""
     folder = (os.environ if environ is None else environ).get(CONFIG_DIR_VARIABLE)
     return Path(folder or platformdirs.user_config_dir(SCHEME)) / "swarm.json"
+
+
+def known_peers(url: SwarmUrl) -> tuple[str, ...]:
+    """Return the peers of the DHT that the swarm file names, if it is the file of this swarm."""
+    file = SwarmFile.read()
+    return file.initial_peers if file is not None and file.url == str(url) else ()
 
 
 def resolve_swarm(

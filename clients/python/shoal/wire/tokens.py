@@ -1,4 +1,4 @@
-"""Access tokens: short EdDSA JWTs that the registry issues and everybody checks offline, and API keys.
+"""Access tokens and enrolments, EdDSA JWTs that the registry issues and everybody checks offline, and API keys.
 
 Checking needs only the public keys and a clock, so it goes on when the registry is gone. Never logs a token.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -17,21 +17,20 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from jwt.types import Options
 
 from shoal.v1 import registry_pb2
-from shoal.wire.errors import Corrupted, NotAuthenticated
+from shoal.wire.errors import Corrupted, NotAuthenticated, NotPermitted
 from shoal.wire.identity import IdentityKey
 
 ALGORITHM = "EdDSA"
 AUDIENCE = "shoal"
+# Enrolments are public, so they must never pass for access tokens.
+ENROLMENT_AUDIENCE = "shoal-enrolment"
 API_KEY_PREFIX = "shoal_"
 MAX_TOKEN_CHARACTERS = 4096
 
 # Times are checked against the caller's clock argument instead of the library's own clock.
-_UNTIMED: Options = {
-    "verify_exp": False,
-    "verify_iat": False,
-    "verify_nbf": False,
-    "require": ["iss", "aud", "sub", "role", "iat", "exp"],
-}
+_UNTIMED: Options = {"verify_exp": False, "verify_iat": False, "verify_nbf": False}
+_TOKEN_CLAIMS = ("iss", "aud", "sub", "role", "iat", "exp")
+_ENROLMENT_CLAIMS = ("iss", "aud", "sub", "server_id", "iat", "exp")
 
 
 class Role(StrEnum):
@@ -53,8 +52,17 @@ class Claims:
     expires_at_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Enrolment:
+    """Whose a server is, as the swarm states it. Worth something only beside a proof of the server's own key."""
+
+    server_id: str
+    account: str
+    expires_at_s: float
+
+
 class TokenSigner:
-    """Issues access tokens of one swarm."""
+    """Issues access tokens and enrolments of one swarm."""
 
     def __init__(self, key: IdentityKey, swarm_id: str) -> None:
         self._key = key
@@ -74,6 +82,21 @@ class TokenSigner:
             "iat": int(now_s),
             "exp": int(now_s + ttl_s),
         }
+        return self._sign(claims)
+
+    def enrol(self, account: str, server_id: str, ttl_s: float, now_s: float) -> str:
+        """Return the statement that the server belongs to the account, an account with the role server."""
+        claims = {
+            "iss": self.swarm_id,
+            "aud": ENROLMENT_AUDIENCE,
+            "sub": account,
+            "server_id": server_id,
+            "iat": int(now_s),
+            "exp": int(now_s + ttl_s),
+        }
+        return self._sign(claims)
+
+    def _sign(self, claims: dict[str, Any]) -> str:
         return jwt.encode(claims, self._key.private_key, ALGORITHM, headers={"kid": self._key.server_id})
 
 
@@ -111,7 +134,7 @@ class KeySet:
         Raises:
             NotAuthenticated: if it is not a token of this swarm, or has ended; the message says what to do.
         """
-        claims = self._decode(token)
+        claims = self._decode(token, AUDIENCE, _TOKEN_CLAIMS)
         expires_at_s, account, role = claims["exp"], claims["sub"], claims["role"]
         if not isinstance(expires_at_s, int) or not isinstance(account, str) or role not in list(Role):
             raise NotAuthenticated("the access token's claims are malformed; get a new one with GetSwarmInfo")
@@ -123,15 +146,34 @@ class KeySet:
             )
         return Claims(account, Role(role), str(claims["iss"]), float(expires_at_s))
 
-    def _decode(self, token: str) -> dict[str, Any]:
+    def verify_enrolment(self, enrolment: str, server_id: str, now_s: float) -> Enrolment:
+        """Return what the enrolment in a record of this server proves.
+
+        Raises:
+            NotPermitted: if it is not one of this swarm and server, or has ended.
+        """
+        try:
+            claims = self._decode(enrolment, ENROLMENT_AUDIENCE, _ENROLMENT_CLAIMS)
+        except NotAuthenticated:
+            raise NotPermitted(f"server {server_id} carries no enrolment of this swarm") from None
+        expires_at_s, account = claims["exp"], claims["sub"]
+        swarm_id = self.swarm_id or claims["iss"]
+        if (claims["server_id"], claims["iss"]) != (server_id, swarm_id) or not isinstance(expires_at_s, int):
+            raise NotPermitted(f"the enrolment of server {server_id} is that of another server or swarm")
+        if now_s >= expires_at_s:
+            raise NotPermitted(f"the enrolment of server {server_id} has ended; it gets a new one with its next lease")
+        return Enrolment(server_id, str(account), float(expires_at_s))
+
+    def _decode(self, token: str, audience: str, required: Sequence[str]) -> dict[str, Any]:
         if len(token) > MAX_TOKEN_CHARACTERS:
             raise NotAuthenticated("the access token is too long to be one; get a new one with GetSwarmInfo")
+        options: Options = {**_UNTIMED, "require": list(required)}
         try:
             kid = jwt.get_unverified_header(token).get("kid")
             key = self._keys.get(kid) if isinstance(kid, str) else None
             if key is None:
                 raise NotAuthenticated("the access token is signed by an unknown key; get a new one with GetSwarmInfo")
-            return jwt.decode(token, key, [ALGORITHM], audience=AUDIENCE, options=_UNTIMED)
+            return jwt.decode(token, key, [ALGORITHM], audience=audience, options=options)
         except (jwt.PyJWTError, ValueError):
             raise NotAuthenticated("the access token is not valid; get a new one with GetSwarmInfo") from None
 
