@@ -6,8 +6,8 @@ together in a cluster.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
 
@@ -16,6 +16,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from services.chassis.storage import cancellation_kept
 from services.registry.domain.fencing import Claim, Verdict, refusal
 from services.registry.domain.picture import Position
 from services.registry.store_leases import Grant, Reading, StoredLease
@@ -67,12 +68,12 @@ class RedisLeases:
         return Reading(position, bool(full), leases, tuple(server_id.decode() for server_id in removals))
 
     async def _run(self, script: Any, arguments: list[Any]) -> Any:
-        async with _unavailable_if_unreachable():
+        with cancellation_kept(), _unavailable_if_unreachable():
             return await script(keys=self._keys, args=arguments)
 
 
-@asynccontextmanager
-async def _unavailable_if_unreachable() -> AsyncIterator[None]:
+@contextmanager
+def _unavailable_if_unreachable() -> Iterator[None]:
     try:
         yield
     except (RedisConnectionError, RedisTimeoutError) as error:

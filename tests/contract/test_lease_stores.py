@@ -229,6 +229,22 @@ async def test_a_cancelled_call_does_not_mix_up_later_answers(redis_url: str) ->
             assert await client.echo(f"{number}") == f"{number}".encode()
 
 
+async def test_a_cancelled_call_ends_at_whatever_moment_the_cancellation_comes(redis_url: str) -> None:
+    """The client itself drops a cancellation that meets the end of a sending."""
+    for turns in range(120):
+        async with redis_client(redis_url) as client:
+            store = RedisLeases(client)
+            if turns % 2:
+                await store.read(NOWHERE)  # connected before
+            task = asyncio.ensure_future(store.put(claim(f"s{turns}"), LONG_S))
+            for _ in range(turns // 4):
+                await asyncio.sleep(0)
+            finished = task.done()
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled() is not finished
+
+
 async def test_valkey_out_of_reach_is_unavailable() -> None:
     async with redis_client("redis://127.0.0.1:1/0") as client:
         with pytest.raises(Unavailable, match="lease store"):
