@@ -125,6 +125,11 @@ class FakeHub:
         for thread in self._threads:
             thread.join()
 
+    def hang_up(self) -> None:
+        """Break the connections that clients keep open."""
+        for server in self._servers:
+            server.end_connections()
+
     @property
     def _servers(self) -> tuple[_Server, _Server]:
         return self._hub, self._storage

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.models import hub_errors
-from shoal.models.hub import HubOptions
+from shoal.models.files import HubOptions
 from tests.support.fake_hub import FakeHub, client_of
 from tests.support.tiny_models import make_tiny
 

@@ -18,8 +18,7 @@ from services.block_server.weights.span_model import load_span
 from shoal.client.auto import build_model
 from shoal.client.connection import SwarmConnection
 from shoal.models.checkpoint import Checkpoint, span_names
-from shoal.models.files import fetch_tokenizer
-from shoal.models.hub import HubOptions
+from shoal.models.files import HubOptions, fetch_tokenizer
 from shoal.models.identity import block_hashes, config_digest, model_key
 from shoal.models.sources import open_model
 from shoal.swarm.spans import Span
