@@ -17,7 +17,7 @@ from services.block_server.settings import BlockServerSettings
 from services.block_server.weights.span_model import load_span
 from shoal.client.auto import build_model
 from shoal.client.connection import SwarmConnection
-from shoal.models.checkpoint import Checkpoint, span_names
+from shoal.models.checkpoint import Checkpoint, end_names, span_names
 from shoal.models.files import HubOptions, fetch_tokenizer
 from shoal.models.identity import block_hashes, config_digest, model_key
 from shoal.models.sources import open_model
@@ -87,6 +87,8 @@ def test_a_client_fetches_only_what_holds_the_ends(hub: FakeHub, options: HubOpt
     model = build(checkpoint)
     assert hub.fetched() == SMALL | {"generation_config.json", shard(1), shard(3)}
     assert model.generation_config.max_new_tokens == 7
+    # ML-08: nothing of a block is there, not even empty.
+    assert checkpoint.opened == set(end_names(checkpoint.family)) == {name for name, _ in model.named_parameters()}
     reference = load_reference(folder).state_dict()
     for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
         assert torch.equal(model.state_dict()[name], reference[name])
