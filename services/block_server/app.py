@@ -19,7 +19,15 @@ from services.block_server.announcer import Announced, Announcer
 from services.block_server.calibrate import measure_speed
 from services.block_server.engine.engine import Engine
 from services.block_server.facts import Facts, Lifecycle
-from services.block_server.loading import build_engine, describe_server, fixed_span, in_thread, open_checkpoint, place
+from services.block_server.loading import (
+    build_engine,
+    describe_server,
+    fixed_span,
+    in_thread,
+    open_checkpoint,
+    place,
+    usable_device,
+)
 from services.block_server.service import SERVICE, BlockServer, policy
 from services.block_server.settings import BlockServerSettings
 from services.block_server.state_lock import locked_state
@@ -81,6 +89,7 @@ async def _break_off(stop: StopSignal, serving: asyncio.Event, life: asyncio.Tas
 async def _live(settings: BlockServerSettings, stop: StopSignal, serving: asyncio.Event) -> None:
     started_s = time.monotonic()
     checkpoint = await asyncio.to_thread(open_checkpoint, settings)
+    usable_device(settings.device)
     span = fixed_span(settings, checkpoint.family.num_blocks)
     key = IdentityKey.load_or_create(settings.state_dir / "identity.pem")
     secret = settings.api_key.get_secret_value() if settings.api_key else None
@@ -123,6 +132,7 @@ class _Server:
                 await self._announcer.announce()
                 engine = await asyncio.to_thread(build_engine, self._settings, checkpoint, self._facts)
                 await self._serve(engine, stop, serving)
+                await self._announcer.leave()
                 for task in background:
                     task.cancel()
         finally:

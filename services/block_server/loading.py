@@ -24,7 +24,7 @@ from shoal.models.sources import open_model
 from shoal.swarm.snapshot import Capacity, ModelKey
 from shoal.swarm.spans import Span
 from shoal.v1 import registry_pb2, registry_pb2_grpc
-from shoal.wire.errors import NotFound, ShoalError, SpanMismatch
+from shoal.wire.errors import NotFound, ShoalError, SpanMismatch, Unsupported
 from shoal.wire.membership import Membership
 from shoal.wire.records import model_to_proto
 from shoal.wire.status import from_rpc_error
@@ -68,6 +68,22 @@ def fixed_span(settings: BlockServerSettings, num_blocks: int) -> Span | None:
     if settings.num_blocks > num_blocks:
         raise SpanMismatch(f"--num-blocks {settings.num_blocks} asked for, the model has {num_blocks} blocks")
     return Span(0, num_blocks) if settings.num_blocks in (0, num_blocks) else None
+
+
+def usable_device(name: str) -> torch.device:
+    """Return torch's device of that name.
+
+    Raises:
+        Unsupported: if torch does not know it or cannot use it here.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    # torch says RuntimeError for a driver, AssertionError for a build without it, NotImplementedError for a backend.
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0][:200]
+        raise Unsupported(f"--device {name} cannot be used on this machine: {reason}") from error
+    return device
 
 
 async def place(membership: Membership, model: ModelKey, num_blocks: int, length: int) -> Span:
@@ -132,7 +148,7 @@ def build_engine(settings: BlockServerSettings, checkpoint: Checkpoint, facts: F
     """
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    device = torch.device(settings.device)
+    device = usable_device(settings.device)
     model = load_span(checkpoint, facts.span, facts.dtype, device)
     blocks = len(facts.span)
     pages = facts.capacity.cache_token_blocks // (PAGE_TOKENS * blocks)

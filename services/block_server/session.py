@@ -25,6 +25,7 @@ from services.block_server.frames import (
     begin_tensor,
     check_chunk,
     check_open,
+    check_rollback,
     check_step,
     finish_tensor,
 )
@@ -99,6 +100,11 @@ class InferSession:
             match frame.WhichOneof("frame"):
                 case "step":
                     await self._answer_step(frame.step, plan, session)
+                case "rollback":
+                    positions = check_rollback(frame.rollback, self._positions)
+                    await self._engine.roll_back(session, positions)
+                    self._positions = positions
+                    await self._send(pb.InferResponse(rolled_back=pb.RolledBack(row_positions=positions)))
                 case "close":
                     free = await self._engine.close(session)
                     closed = pb.SessionClosed(steps=self._number, free_token_blocks=free)
@@ -118,7 +124,7 @@ class InferSession:
         wait_s = min(self._deadline_s, step.deadline_s) - now_s()
         try:
             async with asyncio.timeout(None if math.isinf(wait_s) else wait_s):
-                outcome = await self._engine.step(session, step.row_lengths, hidden)
+                outcome = await self._compute(step, session, hidden)
         except TimeoutError:
             raise TimedOut(f"step {step.step} was not done before its deadline") from None
         self._positions = outcome.row_positions
@@ -129,6 +135,20 @@ class InferSession:
             header, view = encode(outcome.hidden, plan.codec)
         for answer in _answers(step, outcome, header, view):
             await self._send(answer)
+
+    async def _compute(self, step: StepPlan, session: EngineSession, hidden: torch.Tensor) -> StepOutcome:
+        """Run a step; tell the client from time to time that it gets on, so that it does not give up."""
+        work = self._engine.begin(session, step.row_lengths, hidden)
+        told = 0
+        try:
+            while not (await asyncio.wait({work.reply}, timeout=self._facts.progress_every_s))[0]:
+                if work.done > told:
+                    told = work.done
+                    progress = pb.StepProgress(step=step.step, tokens=told)
+                    await self._send(pb.InferResponse(progress=progress))
+            return work.reply.result()
+        finally:
+            work.reply.cancel()  # nobody asks for the outcome any more; no effect on one that was read
 
     async def _receive(self, request: pb.StepRequest, step: StepPlan) -> torch.Tensor:
         assembler = begin_tensor(request, self._facts)

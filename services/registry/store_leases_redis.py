@@ -33,8 +33,9 @@ class RedisLeases:
         self._keys = [KEY_PREFIX + name for name in KEY_NAMES]
         folder = files("services.registry") / "lua"
         common = (folder / "common.lua").read_text()
-        self._put, self._remove, self._read = (
-            client.register_script(common + (folder / f"{name}.lua").read_text()) for name in ("put", "remove", "read")
+        self._put, self._remove, self._prolong, self._read = (
+            client.register_script(common + (folder / f"{name}.lua").read_text())
+            for name in ("put", "remove", "prolong", "read")
         )
 
     async def put(self, claim: Claim, ttl_s: float) -> Grant:
@@ -51,6 +52,10 @@ class RedisLeases:
     async def remove(self, server_id: str, stream: int) -> bool:
         """See `LeaseStore.remove`."""
         return bool(await self._run(self._remove, [server_id, stream]))
+
+    async def prolong(self, ttl_s: float) -> int:
+        """See `LeaseStore.prolong`."""
+        return int(await self._run(self._prolong, [round(ttl_s * 1000)]))
 
     async def read(self, known: Position) -> Reading:
         """See `LeaseStore.read`."""

@@ -110,6 +110,20 @@ async def test_renewing_a_lease_that_is_gone_grants_it_anew(bench: Bench) -> Non
     assert set(await held(bench.store)) == {"a"}
 
 
+async def test_prolonging_saves_leases_whose_time_is_over_and_shortens_none(bench: Bench) -> None:
+    await bench.store.put(claim("long"), 2 * LONG_S)
+    last = await bench.store.put(claim("over"), 0.1)
+    await bench.wait(0.2)
+    assert await bench.store.prolong(LONG_S) == 1
+    reading = await bench.store.read(last.position)
+    assert [lease.server_id for lease in reading.leases] == ["over"]
+    assert reading.leases[0].expires_at_s > last.expires_at_s + LONG_S - 1
+    assert set(await held(bench.store)) == {"long", "over"}
+    again = await bench.store.read(NOWHERE)
+    ends = {lease.server_id: lease.expires_at_s for lease in again.leases}
+    assert ends["long"] > ends["over"]
+
+
 async def test_removed_and_granted_again_is_an_upsert_only(bench: Bench) -> None:
     grant = await bench.store.put(claim(), LONG_S)
     await bench.store.remove("a", grant.stream)

@@ -16,7 +16,7 @@ from services.block_server.loading import describe_server, open_checkpoint
 from services.block_server.settings import BlockServerSettings
 from services.block_server.weights.span_model import load_span
 from shoal.client.auto import build_model
-from shoal.client.connection import SwarmConnection
+from shoal.client.connection import RemoteModel, SwarmConnection
 from shoal.models.checkpoint import Checkpoint, end_names, span_names
 from shoal.models.files import HubOptions, fetch_tokenizer
 from shoal.models.identity import block_hashes, config_digest, model_key
@@ -54,10 +54,13 @@ class FakeConnection:
 
     dtype = torch.float32
 
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.model = RemoteModel(model_key(checkpoint, "fp32"), checkpoint.family, self.dtype)
+
 
 def build(checkpoint: Checkpoint) -> Any:
     """Build the client's model without a swarm."""
-    return build_model(checkpoint, cast(SwarmConnection, FakeConnection()))
+    return build_model(checkpoint, cast(SwarmConnection, FakeConnection(checkpoint)))
 
 
 def test_opening_a_model_fetches_no_weights(hub: FakeHub, options: HubOptions) -> None:
