@@ -18,8 +18,8 @@ from services.block_server.settings import BlockServerSettings
 from services.block_server.weights.span_model import load_span
 from shoal.dht.directory import SwarmDirectory
 from shoal.models.checkpoint import Checkpoint, span_names
+from shoal.models.files import HubOptions
 from shoal.models.hash_cache import hash_cache_file
-from shoal.models.hub import HubOptions
 from shoal.models.identity import block_hashes, dtype_of, model_key
 from shoal.models.sources import open_model
 from shoal.swarm.snapshot import Capacity, ModelKey, ServerState

@@ -18,8 +18,8 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -124,6 +124,11 @@ class FakeHub:
             server.server_close()
         for thread in self._threads:
             thread.join()
+
+    def hang_up(self) -> None:
+        """Break the connections that clients keep open."""
+        for server in self._servers:
+            server.end_connections()
 
     @property
     def _servers(self) -> tuple[_Server, _Server]:
@@ -384,24 +389,3 @@ class _Handler(BaseHTTPRequestHandler):
             if value:
                 self.send_header(name, value)
         self.end_headers()
-
-
-@contextmanager
-def client_of(hub: FakeHub, patch: Any, folder: Path) -> Iterator[FakeHub]:
-    """Point the hub client of this process at the hub, with a cache of its own in `folder`; `patch` is monkeypatch."""
-    from huggingface_hub import close_session, constants
-
-    patch.setattr(constants, "ENDPOINT", hub.url)
-    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
-    patch.setattr(constants, "HF_HUB_OFFLINE", False)
-    patch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
-    patch.setattr(constants, "HF_TOKEN_PATH", str(folder / "no-token"))
-    patch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
-    for variable in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-        patch.delenv(variable, raising=False)
-    patch.setenv("NO_PROXY", "127.0.0.1")
-    close_session()
-    try:
-        yield hub
-    finally:
-        close_session()

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from shoal.models import hub_errors
-from shoal.models.hub import HubOptions
-from tests.support.fake_hub import FakeHub, client_of
+from shoal.models.files import HubOptions
+from tests.support.fake_hub import FakeHub
+from tests.support.hub_client import client_of
 from tests.support.tiny_models import make_tiny
 
 NAME = "owner/tiny"

@@ -20,8 +20,8 @@ from huggingface_hub import constants
 
 from services.block_server.weights.span_model import load_span
 from shoal.models.checkpoint import Checkpoint, span_names
+from shoal.models.files import HubOptions
 from shoal.models.hash_cache import content_digest
-from shoal.models.hub import HubOptions
 from shoal.models.sources import open_model
 from shoal.swarm.spans import Span
 from shoal.wire.errors import (

@@ -16,10 +16,9 @@ from services.block_server.loading import describe_server, open_checkpoint
 from services.block_server.settings import BlockServerSettings
 from services.block_server.weights.span_model import load_span
 from shoal.client.auto import build_model
-from shoal.client.connection import SwarmConnection
-from shoal.models.checkpoint import Checkpoint, span_names
-from shoal.models.files import fetch_tokenizer
-from shoal.models.hub import HubOptions
+from shoal.client.connection import RemoteModel, SwarmConnection
+from shoal.models.checkpoint import Checkpoint, end_names, span_names
+from shoal.models.files import HubOptions, fetch_tokenizer
 from shoal.models.identity import block_hashes, config_digest, model_key
 from shoal.models.sources import open_model
 from shoal.swarm.spans import Span
@@ -55,10 +54,13 @@ class FakeConnection:
 
     dtype = torch.float32
 
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.model = RemoteModel(model_key(checkpoint, "fp32"), checkpoint.family, self.dtype)
+
 
 def build(checkpoint: Checkpoint) -> Any:
     """Build the client's model without a swarm."""
-    return build_model(checkpoint, cast(SwarmConnection, FakeConnection()))
+    return build_model(checkpoint, cast(SwarmConnection, FakeConnection(checkpoint)))
 
 
 def test_opening_a_model_fetches_no_weights(hub: FakeHub, options: HubOptions) -> None:
@@ -88,6 +90,8 @@ def test_a_client_fetches_only_what_holds_the_ends(hub: FakeHub, options: HubOpt
     model = build(checkpoint)
     assert hub.fetched() == SMALL | {"generation_config.json", shard(1), shard(3)}
     assert model.generation_config.max_new_tokens == 7
+    # ML-08: nothing of a block is there, not even empty.
+    assert checkpoint.opened == set(end_names(checkpoint.family)) == {name for name, _ in model.named_parameters()}
     reference = load_reference(folder).state_dict()
     for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
         assert torch.equal(model.state_dict()[name], reference[name])

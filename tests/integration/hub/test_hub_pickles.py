@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from shoal.models.checkpoint import span_names
-from shoal.models.hub import HubOptions
+from shoal.models.files import HubOptions
 from shoal.models.identity import block_hashes
 from shoal.models.sources import open_model
 from shoal.swarm.spans import Span

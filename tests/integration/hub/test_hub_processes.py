@@ -19,7 +19,8 @@ SHARD = "model-00001-of-00003.safetensors"
 FETCH = """
 import sys
 from pathlib import Path
-from shoal.models.hub import HubFiles, HubOptions
+from shoal.models.files import HubOptions
+from shoal.models.hub import HubFiles
 files = HubFiles.open(sys.argv[1], HubOptions(cache_dir=Path(sys.argv[2])))
 files.fetch(dict.fromkeys(sys.argv[3:], ""))
 print(files.folder)

@@ -18,8 +18,7 @@ from shoal.client.generation import RemoteGenerationMixin
 from shoal.client.remote import RemoteSequential
 from shoal.models.checkpoint import Checkpoint
 from shoal.models.families import AttentionKind, Family
-from shoal.models.files import GENERATION_CONFIG_FILE
-from shoal.models.hub import HubOptions
+from shoal.models.files import GENERATION_CONFIG_FILE, HubOptions
 from shoal.models.prefixes import model_prefix
 from shoal.models.sources import open_model
 from shoal.wire.errors import NotFound

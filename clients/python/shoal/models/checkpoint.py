@@ -109,7 +109,7 @@ class Checkpoint:
         """Return the tensors to take from each file, after fetching the files."""
         unknown = [name for name in names if name not in self._stored]
         if unknown:
-            raise NotFound(f"{self.files.label} has no tensor {_some(unknown)}; download the model again")
+            raise NotFound(f"{self.files.label} has no tensor {_some(unknown)}; download it again or use another model")
         by_file: dict[str, list[str]] = defaultdict(list)
         for name in names:
             by_file[self._stored[name][1]].append(name)
@@ -157,7 +157,7 @@ def load_config(folder: Path) -> Any:
 
     try:
         return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, AttributeError, OSError) as error:
         raise InvalidRequest(f"{folder / 'config.json'} is not a usable config: {error}") from error
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol
@@ -30,6 +31,25 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class HubOptions:
+    """Where a model of the hub is fetched from, and how. Ignored for folders, but for the revision.
+
+    Attributes:
+        revision: branch, tag or commit; None is the repository's default branch.
+        token: for private repositories; None takes HF_TOKEN or the login of `hf auth login`.
+        cache_dir: None is the hub client's own cache, which other programs use too.
+        endpoint: URL of the hub; None is HF_ENDPOINT or the public one.
+        parallel: most files to fetch at a time.
+    """
+
+    revision: str | None = None
+    token: str | None = field(default=None, repr=False)
+    cache_dir: Path | None = None
+    endpoint: str | None = None
+    parallel: int = 4
 
 
 class ModelFiles(Protocol):

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeVar
@@ -33,7 +32,7 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import build_hf_headers, get_token_to_send, validate_repo_id
 from huggingface_hub.utils import tqdm as hub_tqdm
 
-from shoal.models.files import safetensors_names
+from shoal.models.files import HubOptions, safetensors_names
 from shoal.models.hash_cache import HashCache, content_digest, file_key, hash_cache_file, is_content_digest
 from shoal.models.hub_download import Progress, RemoteFile, download, locked
 from shoal.models.hub_errors import EXPECTED, Patience, Place, check_not_stopped, hub_errors, is_transient
@@ -47,25 +46,6 @@ _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,254}")
 _ETAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class HubOptions:
-    """Where and how to fetch.
-
-    Attributes:
-        revision: branch, tag or commit; None is the repository's default branch.
-        token: for private repositories; None takes HF_TOKEN or the login of `hf auth login`.
-        cache_dir: None is the hub client's own cache, which other programs use too.
-        endpoint: URL of the hub; None is HF_ENDPOINT or the public one.
-        parallel: most files to fetch at a time.
-    """
-
-    revision: str | None = None
-    token: str | None = field(default=None, repr=False)
-    cache_dir: Path | None = None
-    endpoint: str | None = None
-    parallel: int = 4
 
 
 class HubFiles:

@@ -5,14 +5,10 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shoal.models.checkpoint import Checkpoint
-from shoal.models.files import FolderFiles, ModelFiles
+from shoal.models.files import FolderFiles, HubOptions, ModelFiles
 from shoal.wire.errors import InvalidRequest, NotAuthenticated, NotFound, Unavailable
-
-if TYPE_CHECKING:
-    from shoal.models.hub import HubOptions
 
 # ASCII only: letters of other scripts that look alike would name another repository.
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -46,7 +42,8 @@ def find_files(model: str | os.PathLike[str], options: HubOptions | None = None)
             f"there is no model folder {text}: pass a folder with config.json and safetensors (`shoal model convert` "
             "makes one from a GGUF file), or OWNER/NAME of the hub"
         )
-    from shoal.models.hub import HubFiles, HubOptions
+    # The hub client takes a while to load, and only models of the hub need it.
+    from shoal.models.hub import HubFiles
 
     try:
         return HubFiles.open(text, options or HubOptions())
