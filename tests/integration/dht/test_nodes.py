@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from shoal.dht import link as link_module
 from shoal.dht.book import Reason, RecordBook
 from shoal.dht.directory import SwarmDirectory
 from shoal.dht.identity import load_or_create_identity
@@ -37,6 +38,12 @@ def _import_hivemind() -> None:
     import hivemind.utils.logging
 
     assert hivemind.dht.node
+
+
+@pytest.fixture(autouse=True)
+def _quick_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "CHECK_EVERY_S", 0.2)
+    monkeypatch.setattr(link_module, "MEET_EVERY_S", 0.5)
 
 
 @pytest.fixture
