@@ -87,7 +87,8 @@ class SlowStream:
 
     def _run(self) -> None:
         try:
-            ids, cache = torch.tensor([self.ids]), None
+            ids = torch.tensor([self.ids])
+            cache: Any = None
             while len(self.ids) < self._length:
                 output = self._model(ids, cache=cache, use_cache=True, logits_to_keep=1)
                 ids, cache = output.logits[:, -1].argmax(dim=-1, keepdim=True), output.cache
