@@ -42,6 +42,8 @@ def parse(argv: Sequence[str] | None, known: Sequence[str]) -> argparse.Namespac
     parser.add_argument(
         "--model", type=Path, default=small_model_folder(), help="the small model (default: %(default)s)"
     )
+    dtypes = ("fp32", "bf16", "fp16")
+    parser.add_argument("--dtype", choices=dtypes, default="fp32", help="number format, for P11 (default: %(default)s)")
     arguments = parser.parse_args(argv)
     unknown = [id_ for id_ in arguments.ids if id_ not in known]
     if unknown:
@@ -108,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.rule(id_, align="left")
             with tempfile.TemporaryDirectory(prefix=f"shoal-bench-{id_.lower()}-") as scratch:
                 os.chmod(scratch, 0o711)  # PostgreSQL, which runs as another account under root, must pass through
-                bench = Bench(arguments.smoke, arguments.model, Path(scratch), console)
+                bench = Bench(arguments.smoke, arguments.model, Path(scratch), console, arguments.dtype)
                 with _own_settings(Path(scratch)):
                     rows += measure(id_, targets[id_], bench, lambda line: print(line, flush=True))
     except KeyboardInterrupt:

@@ -35,12 +35,14 @@ class Bench:
         model_folder: the converted small model.
         scratch: an empty folder, removed after the benchmark.
         console: for people; goes to standard error.
+        dtype: number format of the servers, where a benchmark lets it be chosen.
     """
 
     smoke: bool
     model_folder: Path
     scratch: Path
     console: Console
+    dtype: str = "fp32"
 
     def pick(self, full: int, smoke: int) -> int:
         """Return how many rounds or steps to do."""

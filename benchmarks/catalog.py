@@ -11,6 +11,7 @@ from benchmarks.bench import Run
 CATALOG: Mapping[str, str] = {
     "P1": "benchmarks.decode",
     "P2": "benchmarks.step",
+    "P11": "benchmarks.kill",
     "P14": "benchmarks.notice",
     "P15": "benchmarks.startup",
 }

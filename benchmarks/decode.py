@@ -78,7 +78,7 @@ def run(bench: Bench) -> Figures:
     """
     folder = bench.small_model()
     torch.set_num_threads(1)
-    prompt = _prompt(str(folder))
+    prompt = encode_prompt(str(folder))
     plain = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, local_files_only=True)
     plain.eval()
     bench.say(f"starting {SERVERS} servers")
@@ -92,7 +92,8 @@ def run(bench: Bench) -> Figures:
             yield Measurement("decode", *figure(rounds, prompt.shape[1]))
 
 
-def _prompt(folder: str) -> torch.Tensor:
+def encode_prompt(folder: str) -> torch.Tensor:
+    """Return the ids `[1, length]` of the prompt in the model's chat format."""
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": PROMPT}], tokenize=False, add_generation_prompt=True

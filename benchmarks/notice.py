@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.bench import Bench, BenchmarkError, Figures, Measurement
 from benchmarks.stats import rounded
 from benchmarks.step import make_one_block_model
-from benchmarks.swarms import Access, joining_server, local_swarm
+from benchmarks.swarms import READY_FILE, Access, joining_server, local_swarm
 from services.chassis.ready import read_ready
 from services.up.children import LeashedChild
 from shoal.client.dht_routes import DhtRoutes
@@ -64,7 +64,7 @@ async def _rounds(bench: Bench, model: Path, access: Access) -> list[tuple[float
         for number in range(bench.pick(8, 1)):
             state = bench.scratch / f"server-{number}"
             with _joining(model, access, state) as (server, server_id):
-                noticed = await _notice(client, server, server_id, state / "ready.json")
+                noticed = await _notice(client, server, server_id, state / READY_FILE)
             rounds.append(noticed)
             bench.say(
                 f"server {number + 1}: noticed after {noticed[0]:.2f} s by the router, {noticed[1]:.2f} s by the DHT"
@@ -76,7 +76,7 @@ async def _rounds(bench: Bench, model: Path, access: Access) -> list[tuple[float
 def _joining(model: Path, access: Access, state: Path) -> Iterator[tuple[LeashedChild, str]]:
     """Start a server whose id is known beforehand."""
     server_id = IdentityKey.load_or_create(state / "state" / "identity.pem").server_id
-    with joining_server(model, access, state, ready_file=state / "ready.json") as server:
+    with joining_server(model, access, state) as server:
         yield server, server_id
 
 

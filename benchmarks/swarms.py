@@ -27,6 +27,7 @@ from shoal.v1.registry_pb2_grpc import RegistryServiceStub
 from shoal.wire.membership import Membership
 from shoal.wire.swarm_url import CONFIG_DIR_VARIABLE, SwarmFile, SwarmUrl
 
+READY_FILE = "ready.json"
 _UP_TIMEOUT_S = 180.0
 _JOIN_TIMEOUT_S = 120.0
 _GRACE_S = 30.0
@@ -42,14 +43,25 @@ class Access:
 
 
 @contextmanager
-def local_swarm(bench: Bench, model: Path, servers: int) -> Iterator[Access]:
+def local_swarm(bench: Bench, model: Path, servers: int, *options: str) -> Iterator[Access]:
     """Run `shoal up` with servers that share the blocks of a model; all of it has stopped when the context ends.
 
     Raises:
         BenchmarkError: if it does not come up; the message has the end of its log.
     """
     config, data = bench.scratch / "config", bench.scratch / "data"
-    command = [_shoal(), "up", str(model), "--servers", str(servers), "--threads", "1", "--data-dir", str(data)]
+    command = [
+        _shoal(),
+        "up",
+        str(model),
+        "--servers",
+        str(servers),
+        "--threads",
+        "1",
+        "--data-dir",
+        str(data),
+        *options,
+    ]
     child = _start("shoal up", command, bench.scratch, {CONFIG_DIR_VARIABLE: str(config)})
     try:
         file = config / "swarm.json"
@@ -63,12 +75,14 @@ def local_swarm(bench: Bench, model: Path, servers: int) -> Iterator[Access]:
 
 
 @contextmanager
-def joining_server(model: Path, access: Access, state: Path, ready_file: Path | None = None) -> Iterator[LeashedChild]:
-    """Run `shoal server run` with all blocks of a model. What it keeps between starts is in the folder `state`."""
+def joining_server(model: Path, access: Access, state: Path, *options: str) -> Iterator[LeashedChild]:
+    """Run `shoal server run`, with all blocks of a model unless `options` say otherwise.
+
+    What it keeps between starts is in the folder `state`."""
     state.mkdir(exist_ok=True)
     command = [_shoal(), "server", "run", str(model), "--swarm", access.url, "--threads", "1"]
     command += ["--state-dir", str(state / "state"), "--cache-dir", str(state / "cache")]
-    command += ["--ready-file", str(ready_file)] if ready_file else []
+    command += ["--ready-file", str(state / READY_FILE), *options]
     environment = {"SHOAL_API_KEY": access.server_key}
     child = _start("shoal server run", command, state, environment)
     try:

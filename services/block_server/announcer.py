@@ -16,9 +16,8 @@ from typing import Any
 import grpc.aio
 
 from services.block_server.signing import RECORD_LIFE_S, RecordSigner
-from services.chassis.errors import expected_error
 from services.chassis.loops import keep_trying
-from shoal.v1 import registry_pb2, registry_pb2_grpc
+from shoal.v1 import common_pb2, registry_pb2, registry_pb2_grpc
 from shoal.wire.clock import from_duration
 from shoal.wire.errors import (
     Contended,
@@ -38,6 +37,7 @@ from shoal.wire.status import from_rpc_error
 
 FIRST_HEARTBEAT_S = 5.0
 FIRST_LEASE_S = 15.0
+LEAVE_TIMEOUT_S = 2.0
 SHORTEST_HEARTBEAT_S = 0.05
 # What passes by itself: an outage, and what a registry says whose own stores are in trouble.
 PASSING = (Unavailable, TimedOut, LeaseExpired, Exhausted, Contended, InternalError)
@@ -75,6 +75,10 @@ class Announcer:
                 await self._granted.wait()
         return self._granted.is_set()
 
+    async def leave(self) -> None:
+        """Tell the registry that the server is OFFLINE now, if it listens; else the lease runs out by itself."""
+        await self.announce(LEAVE_TIMEOUT_S)
+
     async def run(self) -> None:
         """Hold the lease. Never returns.
 
@@ -111,49 +115,34 @@ class Announcer:
             raise Unavailable(f"the registry refuses the API key now: {error.message}") from error
 
     async def _hold_lease(self) -> None:
+        """Send a frame, take the lease that answers it, wait; until the stream breaks."""
         stub = registry_pb2_grpc.RegistryServiceStub(self._membership.registry)
         stream = _Stream(stub.AnnounceServer())
+        signed_at_s = -math.inf
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._send(stream))
-                group.create_task(self._receive(stream))
-        except BaseExceptionGroup as errors:
-            reason = expected_error(errors)
-            if reason is None:
-                raise
-            raise reason from errors
+            while True:
+                renewed = self._changed.is_set() or time.monotonic() - signed_at_s > RECORD_LIFE_S / 2
+                if renewed:
+                    self._changed.clear()
+                    signed_at_s = time.monotonic()
+                await stream.write(self._signer.sign() if renewed else self._heartbeat())
+                self._take_lease(await stream.read())
+                if renewed and not self._changed.is_set():
+                    self._granted.set()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(stream.heartbeat_s):
+                        await self._changed.wait()
         finally:
             stream.call.cancel()
 
-    async def _send(self, stream: _Stream) -> None:
-        signed_at_s = -math.inf
-        while True:
-            if self._changed.is_set() or time.monotonic() - signed_at_s > RECORD_LIFE_S / 2:
-                self._changed.clear()
-                record = self._signer.sign()
-                signed_at_s = time.monotonic()
-                stream.record_number = stream.sent + 1
-                await stream.write(registry_pb2.AnnounceServerRequest(record=record))
-            else:
-                await stream.write(registry_pb2.AnnounceServerRequest(heartbeat=self._heartbeat()))
-            with suppress(TimeoutError):
-                async with asyncio.timeout(stream.heartbeat_s):
-                    await self._changed.wait()
-
-    async def _receive(self, stream: _Stream) -> None:
-        while True:
-            lease = await stream.read()
-            if lease.token_keys:
-                self._membership.adopt_keys(lease.token_keys)
-            if lease.enrolment:
-                self._enrolled(lease.enrolment)
-            stream.heartbeat_s = max(from_duration(lease.heartbeat_interval), SHORTEST_HEARTBEAT_S)
-            stream.patience_s = max(from_duration(lease.ttl), 2 * stream.heartbeat_s)
-            if not self._had_lease or self._failure:
-                self._log.info("lease.granted", server_id=self._signer.server_id, ttl_s=from_duration(lease.ttl))
-            self._had_lease, self._failure = True, ""
-            if stream.received >= stream.record_number and not self._changed.is_set():
-                self._granted.set()
+    def _take_lease(self, lease: registry_pb2.LeaseGranted) -> None:
+        if lease.token_keys:
+            self._membership.adopt_keys(lease.token_keys)
+        if lease.enrolment:
+            self._enrolled(lease.enrolment)
+        if not self._had_lease or self._failure:
+            self._log.info("lease.granted", server_id=self._signer.server_id, ttl_s=from_duration(lease.ttl))
+        self._had_lease, self._failure = True, ""
 
     def _heartbeat(self) -> registry_pb2.ServerHeartbeat:
         state, load = state_to_proto(self._signer.state), load_to_proto(self._signer.load())
@@ -161,30 +150,29 @@ class Announcer:
 
 
 class _Stream:
-    """One announce stream: counts frames both ways, and turns its ends into errors."""
+    """One announce stream: its pace, and its ends as errors."""
 
     def __init__(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         self.call = call
-        self.sent = 0
-        self.received = 0
-        self.record_number = 1
         self.heartbeat_s = FIRST_HEARTBEAT_S
-        self.patience_s = FIRST_LEASE_S
+        self._patience_s = FIRST_LEASE_S
 
-    async def write(self, request: registry_pb2.AnnounceServerRequest) -> None:
-        """Send a frame.
+    async def write(self, content: common_pb2.SignedEnvelope | registry_pb2.ServerHeartbeat) -> None:
+        """Send a record or a heartbeat. A stream that has ended is found by `read`, which gets the reason.
 
         Raises:
-            ShoalError: as `read`.
+            ShoalError: if the stream breaks.
         """
-        self.sent += 1
+        if isinstance(content, common_pb2.SignedEnvelope):
+            request = registry_pb2.AnnounceServerRequest(record=content)
+        else:
+            request = registry_pb2.AnnounceServerRequest(heartbeat=content)
         try:
             await self.call.write(request)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         except asyncio.InvalidStateError:
-            # The stream has ended; its status, which `read` gets, says why.
-            await asyncio.sleep(self.patience_s)
+            return
 
     async def read(self) -> registry_pb2.LeaseGranted:
         """Return the next lease.
@@ -193,14 +181,17 @@ class _Stream:
             ShoalError: what the registry said, TimedOut if it says nothing, ServerUnreachable if it is gone.
         """
         try:
-            async with asyncio.timeout(self.patience_s):
+            async with asyncio.timeout(self._patience_s):
                 answer = await self.call.read()
         except TimeoutError:
-            raise TimedOut(f"the registry did not renew the lease for {self.patience_s:.0f} s") from None
+            raise TimedOut(f"the registry did not renew the lease for {self._patience_s:.0f} s") from None
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
+        except asyncio.InvalidStateError as error:
+            raise ServerUnreachable("the registry ended the announce stream") from error
         if not isinstance(answer, registry_pb2.AnnounceServerResponse):
             raise ServerUnreachable("the registry ended the announce stream")
-        self.received += 1
         lease: registry_pb2.LeaseGranted = answer.lease
+        self.heartbeat_s = max(from_duration(lease.heartbeat_interval), SHORTEST_HEARTBEAT_S)
+        self._patience_s = max(from_duration(lease.ttl), 2 * self.heartbeat_s)
         return lease

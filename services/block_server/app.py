@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import grpc.aio
@@ -20,7 +21,15 @@ from services.block_server.calibrate import measure_speed
 from services.block_server.dht import DhtPresence, keep_linked, server_directory
 from services.block_server.engine.engine import Engine
 from services.block_server.facts import Facts, Lifecycle
-from services.block_server.loading import build_engine, describe_server, fixed_span, place
+from services.block_server.loading import (
+    build_engine,
+    describe_server,
+    fixed_span,
+    in_thread,
+    open_checkpoint,
+    place,
+    usable_device,
+)
 from services.block_server.service import SERVICE, BlockServer, policy
 from services.block_server.settings import BlockServerSettings
 from services.block_server.signing import Announced, EnrolmentKeeper, RecordSigner
@@ -86,7 +95,8 @@ async def _break_off(stop: StopSignal, serving: asyncio.Event, life: asyncio.Tas
 
 async def _live(settings: BlockServerSettings, stop: StopSignal, serving: asyncio.Event) -> None:
     started_s = time.monotonic()
-    checkpoint = await asyncio.to_thread(Checkpoint.open, settings.model)
+    checkpoint = await asyncio.to_thread(open_checkpoint, settings)
+    usable_device(settings.device)
     span = fixed_span(settings, checkpoint.family.num_blocks)
     key = IdentityKey.load_or_create(settings.state_dir / "identity.pem")
     secret = settings.api_key.get_secret_value() if settings.api_key else None
@@ -99,7 +109,8 @@ async def _live(settings: BlockServerSettings, stop: StopSignal, serving: asynci
         if span is None:
             model = model_key(checkpoint, settings.dtype, settings.model_name or None)
             span = await place(membership, directory, model, checkpoint.family.num_blocks, settings.num_blocks)
-        facts = await asyncio.to_thread(describe_server, settings, checkpoint, span, key.server_id)
+        describe = partial(describe_server, settings, checkpoint, span, key.server_id)
+        facts = await in_thread(checkpoint, describe)
         server = _Server(settings, membership, directory, key, facts)
         await server.run(checkpoint, stop, serving)
     get_logger(_LOG).info("server.ended", lived_s=round(time.monotonic() - started_s, 1))
@@ -159,6 +170,8 @@ class _Server:
                 await self._announce()
                 engine = await asyncio.to_thread(build_engine, self._settings, checkpoint, self._facts)
                 await self._serve(engine, stop, serving)
+                self._lifecycle.state = ServerState.OFFLINE
+                await self._announcer.leave()
                 for task in background:
                     task.cancel()
         finally:

@@ -10,7 +10,7 @@ import typer
 from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
-from services.block_server.settings import DEFAULT_CACHE_DIR, DEFAULT_STATE_DIR, PREFIX, BlockServerSettings
+from services.block_server.settings import DEFAULT_STATE_DIR, PREFIX, BlockServerSettings
 from services.chassis.settings import describe_problems
 
 app = typer.Typer(no_args_is_help=True, help="Block servers: run one that computes a span of a model's blocks.")
@@ -35,7 +35,7 @@ def server() -> None:
 
 @app.command()
 def run(
-    model: Annotated[Path, typer.Argument(help="folder of the model (config.json and safetensors)")],
+    model: Annotated[str, typer.Argument(help=BlockServerSettings.model_fields["model"].description)],
     swarm: Annotated[str, _option("swarm")] = _default("swarm"),
     api_key: Annotated[str, _option("api_key")] = "",
     blocks: Annotated[str, _option("blocks")] = _default("blocks"),
@@ -43,6 +43,9 @@ def run(
     listen: Annotated[str, _option("listen")] = _default("listen"),
     announce: Annotated[str, _option("advertise", "--announce")] = _default("advertise"),
     model_name: Annotated[str, _option("model_name")] = _default("model_name"),
+    revision: Annotated[str, _option("revision")] = _default("revision"),
+    hub_token: Annotated[str, _option("hub_token", "--hub-token", "--token")] = "",
+    allow_pickle: Annotated[bool, _option("allow_pickle")] = _default("allow_pickle"),
     public_name: Annotated[str, _option("public_name")] = _default("public_name"),
     dtype: Annotated[str, _option("dtype")] = _default("dtype"),
     device: Annotated[str, _option("device")] = _default("device"),
@@ -59,7 +62,7 @@ def run(
     dht_period_s: Annotated[float, _option("dht_period_s")] = _default("dht_period_s"),
     join_wait_s: Annotated[float, _option("join_wait_s")] = _default("join_wait_s"),
     state_dir: Annotated[Path, _option("state_dir")] = DEFAULT_STATE_DIR,
-    cache_dir: Annotated[Path, _option("cache_dir")] = DEFAULT_CACHE_DIR,
+    cache_dir: Annotated[Path | None, _option("cache_dir")] = None,
     ready_file: Annotated[Path | None, _option("ready_file")] = None,
     log_level: Annotated[str, _option("log_level")] = _default("log_level"),
     stop_grace_s: Annotated[float, _option("stop_grace_s")] = _default("stop_grace_s"),
@@ -68,7 +71,8 @@ def run(
     """Join a swarm with this machine: hold blocks of MODEL and compute them for the swarm's sessions."""
     values = dict(locals())
     values["advertise"] = values.pop("announce")
-    values["api_key"] = values["api_key"] or None
+    for secret in ("api_key", "hub_token"):
+        values[secret] = values[secret] or None
     values["initial_peers"] = values["initial_peers"] or []
     try:
         settings = BlockServerSettings(**values)

@@ -17,6 +17,7 @@ class Facts:
     """Who the server is, what it holds, and its limits.
 
     `block_hashes` has one SHA-256 for each block of `span`. `max_tensor_bytes` bounds one step's activations.
+    `progress_every_s` is how often a client is told that its long step goes on.
     """
 
     server_id: str
@@ -29,6 +30,7 @@ class Facts:
     max_sessions: int
     idle_timeout_s: float
     open_timeout_s: float = 10.0
+    progress_every_s: float = 5.0
     max_tensor_bytes: int = 256 * 1024 * 1024
 
 

@@ -115,6 +115,20 @@ def check_step(
     return StepPlan(number, tuple(request.row_lengths), after, request.input_digest, _deadline(request, now_s))
 
 
+def check_rollback(request: pb.RollbackRequest, positions: Sequence[int]) -> tuple[int, ...]:
+    """Check a rollback of rows that hold `positions` tokens; return what they hold afterwards.
+
+    Raises:
+        InvalidRequest: if it is not for all rows, or a row does not hold that many.
+    """
+    wanted = tuple(request.row_positions)
+    if len(wanted) != len(positions):
+        raise InvalidRequest(f"row_positions needs {len(positions)} entries, one for each row")
+    if any(keep > held for keep, held in zip(wanted, positions, strict=True)):
+        raise InvalidRequest(f"rows hold {_text(positions)} tokens and cannot be rolled back to {_text(wanted)}")
+    return wanted
+
+
 def begin_tensor(request: pb.StepRequest, facts: Facts) -> TensorAssembler:
     """Check the header of a checked step's tensor and take its first bytes.
 

@@ -1,6 +1,10 @@
-"""From a model folder to the parts of a server: which span, its facts, its weights, its engine."""
+"""From a model's files to the parts of a server: which span, its facts, its weights, its engine."""
 
 from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
 
 import grpc.aio
 import torch
@@ -14,18 +18,42 @@ from services.block_server.settings import BlockServerSettings
 from services.block_server.weights.span_model import load_span
 from shoal.dht.directory import SwarmDirectory
 from shoal.models.checkpoint import Checkpoint, span_names
+from shoal.models.files import HubOptions
+from shoal.models.hash_cache import hash_cache_file
 from shoal.models.identity import block_hashes, dtype_of, model_key
+from shoal.models.sources import open_model
 from shoal.swarm.snapshot import Capacity, ModelKey, ServerState
 from shoal.swarm.spans import Span
 from shoal.v1 import registry_pb2, registry_pb2_grpc
-from shoal.wire.errors import NotFound, ShoalError, SpanMismatch, TimedOut, Unavailable
+from shoal.wire.errors import NotFound, ShoalError, SpanMismatch, TimedOut, Unavailable, Unsupported
 from shoal.wire.membership import Membership
 from shoal.wire.records import model_to_proto
 from shoal.wire.status import from_rpc_error
 
 _COVERAGE_TIMEOUT_S = 10.0
 _DHT_WAIT_S = 30.0
-_HASH_CACHE = "block_hashes.json"
+
+T = TypeVar("T")
+
+
+def open_checkpoint(settings: BlockServerSettings) -> Checkpoint:
+    """Open the model that the settings name; no weights are fetched yet. Blocks; call it in a thread.
+
+    Raises:
+        ShoalError: as `open_model`.
+    """
+    token = settings.hub_token.get_secret_value() if settings.hub_token else None
+    hub = HubOptions(settings.revision or None, token, settings.cache_dir)
+    return open_model(settings.model, hub, allow_pickle=settings.allow_pickle)
+
+
+async def in_thread(checkpoint: Checkpoint, work: Callable[[], T]) -> T:
+    """Run work that may fetch files in a thread; a cancellation ends the fetch, which would take its time otherwise."""
+    try:
+        return await asyncio.to_thread(work)
+    except asyncio.CancelledError:
+        checkpoint.files.stop()
+        raise
 
 
 def fixed_span(settings: BlockServerSettings, num_blocks: int) -> Span | None:
@@ -42,6 +70,22 @@ def fixed_span(settings: BlockServerSettings, num_blocks: int) -> Span | None:
     if settings.num_blocks > num_blocks:
         raise SpanMismatch(f"--num-blocks {settings.num_blocks} asked for, the model has {num_blocks} blocks")
     return Span(0, num_blocks) if settings.num_blocks in (0, num_blocks) else None
+
+
+def usable_device(name: str) -> torch.device:
+    """Return torch's device of that name.
+
+    Raises:
+        Unsupported: if torch does not know it or cannot use it here.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    # torch says RuntimeError for a driver, AssertionError for a build without it, NotImplementedError for a backend.
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0][:200]
+        raise Unsupported(f"--device {name} cannot be used on this machine: {reason}") from error
+    return device
 
 
 async def place(
@@ -90,15 +134,17 @@ async def _dht_counts(directory: SwarmDirectory, model: ModelKey, num_blocks: in
 
 
 def describe_server(settings: BlockServerSettings, checkpoint: Checkpoint, span: Span, server_id: str) -> Facts:
-    """Hash the span's blocks and put together what the server says of itself.
+    """Fetch and hash the span's blocks, and put together what the server says of itself. Blocks.
 
     Raises:
         NotFound, Corrupted: if tensors or files of the span are missing or damaged.
         Unsupported: for an unknown numeric class.
+        ShoalError: as `ModelFiles.fetch`.
     """
     family = checkpoint.family
+    # All files of the span at once, and before any tensor is read.
     checkpoint.files_of(span_names(family, span))
-    hashes = block_hashes(checkpoint, family, span, cache_file=settings.cache_dir / _HASH_CACHE)
+    hashes = block_hashes(checkpoint, family, span, cache_file=hash_cache_file(settings.cache_dir))
     pages = settings.cache_tokens // PAGE_TOKENS
     limits = [pages * PAGE_TOKENS, settings.max_session_tokens, family.max_positions]
     return Facts(
@@ -127,7 +173,7 @@ def build_engine(settings: BlockServerSettings, checkpoint: Checkpoint, facts: F
     """
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    device = torch.device(settings.device)
+    device = usable_device(settings.device)
     model = load_span(checkpoint, facts.span, facts.dtype, device)
     blocks = len(facts.span)
     pages = facts.capacity.cache_token_blocks // (PAGE_TOKENS * blocks)

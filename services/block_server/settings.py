@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 import platformdirs
-from pydantic import AfterValidator, Field, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_settings import CliPositionalArg
 
 from services.chassis.settings import OptionalAddress, Peers, ServiceSettings, service_config
@@ -14,7 +15,6 @@ from shoal.swarm.spans import Span
 
 PREFIX = "SHOAL_BLOCK_SERVER_"
 DEFAULT_STATE_DIR = Path(platformdirs.user_data_dir("shoal")) / "block_server"
-DEFAULT_CACHE_DIR = Path(platformdirs.user_cache_dir("shoal"))
 
 
 def _check_blocks(blocks: str) -> str:
@@ -28,8 +28,17 @@ class BlockServerSettings(ServiceSettings):
 
     model_config = service_config("block_server")
 
-    model: CliPositionalArg[Path] = Field(description="folder of the model (config.json and safetensors)")
-    model_name: str = Field(default="", description="the model's name in the swarm; empty means the folder's name")
+    model: CliPositionalArg[Annotated[str, BeforeValidator(os.fspath)]] = Field(
+        min_length=1, description="folder of the model (config.json and safetensors), or OWNER/NAME of the hub"
+    )
+    model_name: str = Field(default="", description="the model's name in the swarm; empty means its own, without owner")
+    revision: str = Field(default="", description="branch, tag or commit of the hub's repository; kept once resolved")
+    hub_token: SecretStr | None = Field(
+        default=None, description="token of the hub for private models; empty means $HF_TOKEN or `hf auth login`"
+    )
+    allow_pickle: bool = Field(
+        default=False, description="read weights stored as pickles only, through torch's weights-only loader"
+    )
     swarm: str = Field(default="", description="shoal://HOST:PORT#SHA256; empty means $SHOAL_SWARM or `shoal up`'s")
     api_key: SecretStr | None = Field(default=None, description="API key of role server; empty means $SHOAL_API_KEY")
     blocks: Annotated[str, AfterValidator(_check_blocks)] = Field(
@@ -62,4 +71,7 @@ class BlockServerSettings(ServiceSettings):
     state_dir: Path = Field(
         default=DEFAULT_STATE_DIR, description="folder for this server's key and certificate; one for each server"
     )
-    cache_dir: Path = Field(default=DEFAULT_CACHE_DIR, description="folder for block hashes, shared by all servers")
+    cache_dir: Path | None = Field(
+        default=None,
+        description="folder for files of the hub and for hashes, shared by all servers; empty means the hub's cache",
+    )

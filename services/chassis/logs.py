@@ -22,6 +22,7 @@ SECRET_NAMES = re.compile(r"authorization|password|secret|token$|api_?key|push_k
 SECRET_TEXTS = re.compile(
     r"eyJ[\w-]{8,}\.[\w-]+\.[\w-]+"  # a JWT
     r"|\b" + API_KEY_PREFIX + r"[\w-]{20,}"
+    r"|\bhf_\w{16,}"  # a token of the hub
     r"|(?<=Bearer )\S+|(?<=ApiKey )\S+"
     r"|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)"  # user and password of a URL
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----",
@@ -61,6 +62,8 @@ def configure_logs(service: str, level: str = "info", stream: TextIO | None = No
     root.setLevel(level.upper())
     for library in ("grpc", "asyncio"):  # their debug lines come by the hundred and help nobody here
         logging.getLogger(library).setLevel(max(root.level, logging.INFO))
+    for library in ("httpx2", "httpcore2"):  # they write whole URLs, and those of downloads are signed
+        logging.getLogger(library).setLevel(logging.WARNING)
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,

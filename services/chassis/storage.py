@@ -5,6 +5,10 @@ Does not connect: the first use does. The caller disposes what it made.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import redis.asyncio
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
@@ -16,6 +20,22 @@ CONNECT_TIMEOUT_S = 5
 POOL_WAIT_S = 5.0
 # A blocking read must ask for less than this, or the client takes the quiet server for dead.
 REDIS_SOCKET_TIMEOUT_S = 10.0
+
+
+@contextmanager
+def cancellation_kept() -> Iterator[None]:
+    """Enter around awaits of a database client, so that a cancellation that comes meanwhile is raised, not lost.
+
+    Redis and PostgreSQL clients wait through `asyncio.wait_for`, which before Python 3.12 returns a result that is
+    ready as if nobody had cancelled. A loop that loses its cancellation so never ends.
+    """
+    task = asyncio.current_task()
+    before = task.cancelling() if task else 0
+    try:
+        yield
+    finally:
+        if task and task.cancelling() > before:
+            raise asyncio.CancelledError
 
 
 def database_engine(url: str, pool_size: int = 10) -> AsyncEngine:

@@ -67,6 +67,7 @@ async def run(settings: RegistrySettings, stop: StopSignal) -> None:
         auth = AuthInterceptor(POLICY, signer.key_set, KeyRing(archive, signer.swarm_id).check)
         mount = Mount(SERVICE, partial(registry_pb2_grpc.add_RegistryServiceServicer_to_server, service))
         server = build_server([mount], settings.listen, certificate, auth)
+        await _take_over(leases, settings.lease_ttl_s)
         await hub.refresh()  # so that the first watcher is not told of an empty swarm
         loops = {"hub": hub.run(), "history": history.run()}
         await serve_until_stopped(server, stop, settings, loops)
@@ -106,6 +107,15 @@ async def _prepare_database(
             get_logger("services.registry").info("database.awaited", attempt=attempt)
         attempt += 1
         await asyncio.sleep(pause_s)
+
+
+async def _take_over(leases: RedisLeases, lease_ttl_s: float) -> None:
+    """Give servers that could not renew while no registry ran the time to do so."""
+    log = get_logger("services.registry")
+    try:
+        log.info("leases.taken_over", leases=await leases.prolong(lease_ttl_s))
+    except Unavailable as error:
+        log.warning("leases.away", reason=error.message)
 
 
 async def _last_words(history: HistoryWriter) -> None:

@@ -14,6 +14,7 @@ from sqlalchemy.exc import InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from services.chassis.storage import cancellation_kept
 from services.registry.domain.pins import Pins, check_agreement, unknown_blocks
 from services.registry.store_archive import KeyOwner, Sighting
 from services.registry.tables import MODEL_COLUMNS, api_keys, model_blocks, models, servers
@@ -84,8 +85,9 @@ class SqlArchive:
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[AsyncConnection]:
         try:
-            async with asyncio.timeout(TIMEOUT_S), self._engine.begin() as db:
-                yield db
+            with cancellation_kept():
+                async with asyncio.timeout(TIMEOUT_S), self._engine.begin() as db:
+                    yield db
         except (OperationalError, InterfaceError, PoolTimeoutError, TimeoutError) as error:
             raise Unavailable(f"the registry's database does not answer ({type(error).__name__}); try again") from error
 

@@ -59,6 +59,13 @@ class LeaseStore(Protocol):
         """End a lease now if this stream holds it; tell whether it did."""
         ...
 
+    async def prolong(self, ttl_s: float) -> int:
+        """Let each lease last at least `ttl_s` from now, also those whose time is over but that nobody has ended yet.
+
+        For a registry that starts: servers could not renew while there was none. Return how many were prolonged.
+        """
+        ...
+
     async def read(self, known: Position) -> Reading:
         """End leases whose time is over, then return what changed since `known`."""
         ...
@@ -106,6 +113,14 @@ class MemoryLeases:
             return False
         self._drop(server_id)
         return True
+
+    async def prolong(self, ttl_s: float) -> int:
+        """See `LeaseStore.prolong`."""
+        until_s = self._now_s() + ttl_s
+        short = {key: held for key, held in self._held.items() if held.lease.expires_at_s <= until_s}
+        for key, held in short.items():
+            self._held[key] = replace(held, lease=replace(held.lease, expires_at_s=until_s), revision=self._count())
+        return len(short)
 
     async def read(self, known: Position) -> Reading:
         """See `LeaseStore.read`."""

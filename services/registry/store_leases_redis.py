@@ -6,8 +6,8 @@ together in a cluster.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
 
@@ -16,6 +16,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from services.chassis.storage import cancellation_kept
 from services.registry.domain.fencing import Claim, Verdict, refusal
 from services.registry.domain.picture import Position
 from services.registry.store_leases import Grant, Reading, StoredLease
@@ -33,8 +34,9 @@ class RedisLeases:
         self._keys = [KEY_PREFIX + name for name in KEY_NAMES]
         folder = files("services.registry") / "lua"
         common = (folder / "common.lua").read_text()
-        self._put, self._remove, self._read = (
-            client.register_script(common + (folder / f"{name}.lua").read_text()) for name in ("put", "remove", "read")
+        self._put, self._remove, self._prolong, self._read = (
+            client.register_script(common + (folder / f"{name}.lua").read_text())
+            for name in ("put", "remove", "prolong", "read")
         )
 
     async def put(self, claim: Claim, ttl_s: float) -> Grant:
@@ -52,6 +54,10 @@ class RedisLeases:
         """See `LeaseStore.remove`."""
         return bool(await self._run(self._remove, [server_id, stream]))
 
+    async def prolong(self, ttl_s: float) -> int:
+        """See `LeaseStore.prolong`."""
+        return int(await self._run(self._prolong, [round(ttl_s * 1000)]))
+
     async def read(self, known: Position) -> Reading:
         """See `LeaseStore.read`."""
         epoch, revision, full, flat, removals = await self._run(self._read, [known.epoch, known.revision, new_id()])
@@ -62,12 +68,12 @@ class RedisLeases:
         return Reading(position, bool(full), leases, tuple(server_id.decode() for server_id in removals))
 
     async def _run(self, script: Any, arguments: list[Any]) -> Any:
-        async with _unavailable_if_unreachable():
+        with cancellation_kept(), _unavailable_if_unreachable():
             return await script(keys=self._keys, args=arguments)
 
 
-@asynccontextmanager
-async def _unavailable_if_unreachable() -> AsyncIterator[None]:
+@contextmanager
+def _unavailable_if_unreachable() -> Iterator[None]:
     try:
         yield
     except (RedisConnectionError, RedisTimeoutError) as error:

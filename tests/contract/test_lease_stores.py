@@ -110,6 +110,20 @@ async def test_renewing_a_lease_that_is_gone_grants_it_anew(bench: Bench) -> Non
     assert set(await held(bench.store)) == {"a"}
 
 
+async def test_prolonging_saves_leases_whose_time_is_over_and_shortens_none(bench: Bench) -> None:
+    await bench.store.put(claim("long"), 2 * LONG_S)
+    last = await bench.store.put(claim("over"), 0.1)
+    await bench.wait(0.2)
+    assert await bench.store.prolong(LONG_S) == 1
+    reading = await bench.store.read(last.position)
+    assert [lease.server_id for lease in reading.leases] == ["over"]
+    assert reading.leases[0].expires_at_s > last.expires_at_s + LONG_S - 1
+    assert set(await held(bench.store)) == {"long", "over"}
+    again = await bench.store.read(NOWHERE)
+    ends = {lease.server_id: lease.expires_at_s for lease in again.leases}
+    assert ends["long"] > ends["over"]
+
+
 async def test_removed_and_granted_again_is_an_upsert_only(bench: Bench) -> None:
     grant = await bench.store.put(claim(), LONG_S)
     await bench.store.remove("a", grant.stream)
@@ -213,6 +227,22 @@ async def test_a_cancelled_call_does_not_mix_up_later_answers(redis_url: str) ->
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             assert await client.echo(f"{number}") == f"{number}".encode()
+
+
+async def test_a_cancelled_call_ends_at_whatever_moment_the_cancellation_comes(redis_url: str) -> None:
+    """The client itself drops a cancellation that meets the end of a sending."""
+    for turns in range(120):
+        async with redis_client(redis_url) as client:
+            store = RedisLeases(client)
+            if turns % 2:
+                await store.read(NOWHERE)  # connected before
+            task = asyncio.ensure_future(store.put(claim(f"s{turns}"), LONG_S))
+            for _ in range(turns // 4):
+                await asyncio.sleep(0)
+            finished = task.done()
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled() is not finished
 
 
 async def test_valkey_out_of_reach_is_unavailable() -> None:

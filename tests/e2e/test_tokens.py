@@ -52,7 +52,7 @@ class Topologies:
     def check(self, ids: torch.Tensor, **options: Any) -> torch.Tensor:
         """Generate locally and through each cut; all must be equal, and each route as long as its cut."""
         torch.manual_seed(7)
-        wanted = self.reference.generate(ids, **options)
+        wanted: torch.Tensor = self.reference.generate(ids, **options)
         for hops, model in enumerate(self.models, start=1):
             torch.manual_seed(7)
             given = model.generate(ids, **options)
@@ -138,7 +138,8 @@ def test_sessions_packed_into_one_forward_give_their_solo_ids(smol: Topologies, 
     packed: list[int] = []
 
     def generate(index: int) -> None:
-        ids, cache = prompts[index], None
+        ids: torch.Tensor = prompts[index]
+        cache: Any = None
         while len(together[index]) < len(solo[index]):
             output = model(ids, cache=cache, use_cache=True, logits_to_keep=1)
             ids, cache = output.logits[:, -1].argmax(dim=-1, keepdim=True), output.cache

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from shoal.v1 import block_server_pb2 as pb
 from shoal.wire.errors import BadTensor, Corrupted, StepOutOfOrder, TooLong
-from tests.support.block_rig import BlockRig, RawSession, block_rig, refusal, step_frames
+from tests.support.block_rig import BlockRig, RawSession, block_rig, refusal, send_all, step_frames
 from tests.support.tiny_models import make_tiny
 
 HIDDEN = 1024
@@ -24,7 +24,8 @@ MIB = 1024 * 1024
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose one block hands its input on unchanged: what comes back must be what was sent."""
-    sizes = {"hidden_size": HIDDEN, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
+    sizes: dict[str, Any] = {"num_blocks": 1, "hidden_size": HIDDEN, "intermediate_size": 8}
+    sizes.update(num_attention_heads=1, num_key_value_heads=1, head_dim=8)
     folder = make_tiny(tmp_path_factory.mktemp("models") / "identity", **sizes)
     tensors = load_file(folder / "model.safetensors")
     for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
@@ -78,8 +79,7 @@ async def test_a_tensor_without_its_last_chunk_is_a_clear_error(rig: BlockRig) -
         shortened = stub.Infer()
         await opened(rig, shortened)
         frames[-1].chunk.data = frames[-1].chunk.data[:-8]
-        for frame in [*frames, pb.InferRequest(close=pb.CloseSession())]:
-            await shortened.write(frame)
+        await send_all(shortened, [*frames, pb.InferRequest(close=pb.CloseSession())])
         error = await refusal(shortened)
         assert type(error) is BadTensor
         assert "8 bytes did not come" in str(error)
@@ -104,8 +104,7 @@ async def test_chunks_that_are_not_the_tensors(change: str, expected: type[Excep
     async with rig.stub() as stub:
         call = stub.Infer()
         await opened(rig, call)
-        for frame in frames[:3]:
-            await call.write(frame)
+        await send_all(call, frames[:3])
         assert type(await refusal(call)) is expected
 
 

@@ -37,7 +37,7 @@ from shoal.wire.errors import (
     Unsupported,
 )
 from shoal.wire.status import from_rpc_error
-from tests.support.block_rig import SWARM_ID, BlockRig, RawSession, block_rig, refusal, step_frames
+from tests.support.block_rig import SWARM_ID, BlockRig, RawSession, block_rig, outcome, refusal, send_all, step_frames
 from tests.support.tiny_models import make_tiny
 
 FUZZED_MESSAGES = 1000
@@ -192,8 +192,7 @@ async def test_every_malformed_message_has_its_error(rig: BlockRig) -> None:
     async with rig.stub() as stub:
         for name, frames, expected in CASES:
             call = stub.Infer()
-            for frame in frames(rig):
-                await call.write(frame)
+            await send_all(call, frames(rig))
             error = await refusal(call)
             if type(error) is not expected:
                 wrong.append(f"{name}: {error.reason} ({error}), expected {expected.__name__}")
@@ -236,15 +235,11 @@ async def test_a_thousand_fuzzed_messages_on_infer(rig: BlockRig) -> None:
 
         async def send(messages: Sequence[bytes]) -> type[ShoalError] | None:
             call = infer()
-            try:
-                for message in messages:
-                    await call.write(message)
+            await send_all(call, messages)
+            if not call.done():
                 await call.done_writing()
-                while await call.read() is not grpc.aio.EOF:
-                    pass
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                return type(from_rpc_error(await status_of(call)))
-            return None
+            error = await outcome(call)
+            return None if error is None else type(error)
 
         found: set[type[ShoalError] | None] = set()
         before = 0
@@ -256,13 +251,6 @@ async def test_a_thousand_fuzzed_messages_on_infer(rig: BlockRig) -> None:
         assert process.memory_info().rss - before < MEMORY_JUMP_BYTES
     assert InternalError not in found
     assert len(found) > 5
-
-
-async def status_of(call: Any) -> grpc.aio.AioRpcError:
-    """Return the error that a stream ended with."""
-    return grpc.aio.AioRpcError(
-        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
-    )
 
 
 async def test_a_thousand_fuzzed_messages_on_get_server_info(rig: BlockRig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import grpc.aio
 import torch
 
@@ -94,7 +96,7 @@ async def block_rig(folder: Path, blocks: str = "", **options: Any) -> AsyncIter
     certificate = make_certificate(key.server_id)
     with tempfile.TemporaryDirectory() as state:
         defaults: dict[str, Any] = {"threads": 1, "cache_tokens": 1024, "state_dir": state, "cache_dir": state}
-        settings = BlockServerSettings(model=folder, blocks=blocks, **{**defaults, **options})
+        settings = BlockServerSettings(model=str(folder), blocks=blocks, **{**defaults, **options})
         checkpoint = Checkpoint.open(folder)
         span = Span.parse(blocks) if blocks else Span(0, checkpoint.family.num_blocks)
         facts = describe_server(settings, checkpoint, span, key.server_id)
@@ -183,11 +185,31 @@ class RawSession:
         return (await self.answer()).closed
 
 
-async def refusal(call: grpc.aio.StreamStreamCall[Any, Any]) -> ShoalError:
-    """Read a stream that the server ends with an error, and return the error."""
+async def send_all(call: grpc.aio.StreamStreamCall[Any, Any], frames: Sequence[Any]) -> None:
+    """Send frames until the server has heard enough."""
+    for frame in frames:
+        try:
+            await call.write(frame)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return
+
+
+async def outcome(call: grpc.aio.StreamStreamCall[Any, Any]) -> ShoalError | None:
+    """Read a stream to its end and return the error that it ended with, None if it ended well."""
     try:
         while await call.read() is not grpc.aio.EOF:
             pass
-    except grpc.aio.AioRpcError as error:
-        return from_rpc_error(error)
-    raise AssertionError(f"the stream ended with {await call.code()}, not with an error")
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        pass
+    code = await call.code()
+    if code is grpc.StatusCode.OK:
+        return None
+    trailing = grpc.aio.Metadata(*(await call.trailing_metadata() or ()))
+    return from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, await call.details()))
+
+
+async def refusal(call: grpc.aio.StreamStreamCall[Any, Any]) -> ShoalError:
+    """Read a stream that the server ends with an error, and return the error."""
+    error = await outcome(call)
+    assert error is not None
+    return error

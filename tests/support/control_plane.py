@@ -23,7 +23,7 @@ from services.chassis.ready import read_ready
 from services.registry.schema import upgrade
 from services.up.children import LeashedChild
 from services.up.embedded import free_port
-from shoal.v1 import registry_pb2, registry_pb2_grpc, swarm_pb2
+from shoal.v1 import common_pb2, registry_pb2, registry_pb2_grpc, swarm_pb2
 from shoal.wire.clock import new_id, to_duration
 from shoal.wire.errors import ShoalError
 from shoal.wire.identity import IdentityKey
@@ -131,10 +131,16 @@ class FakeBlockServer:
         self.server_id = self.key.server_id
         self.granted = asyncio.Event()
         self.errors: list[ShoalError] = []
+        self.failed = asyncio.Event()
         self.state: swarm_pb2.ServerState.ValueType = swarm_pb2.SERVER_STATE_ONLINE
         self._member = member
         self._template = make_record(self.key, start, end, **changes)
         self._sequence = 0
+
+    @property
+    def model(self) -> common_pb2.ModelId:
+        """The model that it serves."""
+        return self._template.model
 
     def record(self) -> registry_pb2.AnnounceServerRequest:
         """Return a newly signed record."""
@@ -164,8 +170,9 @@ class FakeBlockServer:
                 await call.write(self.heartbeat())
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
-        except asyncio.InvalidStateError:
-            await call.wait_for_connection()
+        except asyncio.InvalidStateError as ended:
+            about = (await call.code(), await call.initial_metadata(), await call.trailing_metadata())
+            raise from_rpc_error(grpc.aio.AioRpcError(*about, details=await call.details())) from ended
         finally:
             call.cancel()
 
@@ -176,6 +183,7 @@ class FakeBlockServer:
                 await self.announce_once()
             except ShoalError as error:
                 self.errors.append(error)
+                self.failed.set()
             await asyncio.sleep(HEARTBEAT_S)
 
 

@@ -56,6 +56,13 @@ class Blocks:
         self.positions = [held + new for held, new in zip(self.positions, lengths, strict=True)]
         return torch.cat(outputs)
 
+    def roll_back(self, positions: list[int]) -> None:
+        """Forget all but the first `positions` tokens of each row."""
+        for cache, held, kept in zip(self._caches, self.positions, positions, strict=True):
+            if kept < held:
+                cache.crop(kept - held)
+        self.positions = list(positions)
+
     def _row(self, row: int, hidden: torch.Tensor) -> torch.Tensor:
         held, new = self.positions[row], hidden.shape[1]
         mask = torch.full((new, held + new), float("-inf")).triu(held + 1)[None, None]
@@ -75,7 +82,8 @@ class Blocks:
 class FakeBlockServer(BlockServerServiceServicer):
     """Serves `span` of a tiny model. `fail` is asked before each step, by number, for an error to answer with.
 
-    `tamper` may change each answer before it is sent. `frames` records the kind of every frame that came.
+    `tamper` may change each answer before it is sent. `frames` records the kind of every frame that came, `steps` the
+    row lengths of every step.
     """
 
     checkpoint: Checkpoint
@@ -85,6 +93,7 @@ class FakeBlockServer(BlockServerServiceServicer):
     refuse: ShoalError | None = None
     tamper: Callable[[pb.InferResponse], pb.InferResponse] = lambda answer: answer
     frames: list[str] = field(default_factory=list)
+    steps: list[list[int]] = field(default_factory=list)
     open_sessions: int = 0
     opening: pb.OpenSession | None = None
 
@@ -141,8 +150,14 @@ class FakeBlockServer(BlockServerServiceServicer):
                     await abort_with(context, self.refuse)
                 self.opening = frame.open
                 rows = frame.open.rows
-                blocks = Blocks(self.reference, self.checkpoint.family.row.attention, self.span, rows)
+                asked = Span(frame.open.span.start, frame.open.span.end)
+                blocks = Blocks(self.reference, self.checkpoint.family.row.attention, asked, rows)
                 yield pb.InferResponse(opened=pb.SessionOpened(protocol=1, server_id=self.server_id))
+                continue
+            if kind == "rollback":
+                assert blocks is not None
+                blocks.roll_back(list(frame.rollback.row_positions))
+                yield pb.InferResponse(rolled_back=pb.RolledBack(row_positions=blocks.positions))
                 continue
             if kind == "close":
                 yield pb.InferResponse(closed=pb.SessionClosed())
@@ -157,6 +172,7 @@ class FakeBlockServer(BlockServerServiceServicer):
             assert assembler is not None
             assert blocks is not None
             if assembler.complete:
+                self.steps.append(list(request.row_lengths))
                 error = self.fail(request.step)
                 if error is not None:
                     await abort_with(context, error)
@@ -182,6 +198,9 @@ class _Member:
         return "none"
 
     async def run(self) -> None:
+        return
+
+    async def refresh(self) -> None:
         return
 
     async def close(self) -> None:

@@ -18,6 +18,9 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 LEVELS = ("tidy", "unit", "property", "contract", "integration", "e2e", "chaos")
 _NO_TESTS = 5
+# Far above what a level takes: only a hang gets there.
+_LEVEL_TIMEOUT_S = 2400
+_HUNG = 124
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,22 @@ def run_level(level: str) -> Outcome:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", str(TESTS / level)]
         start = time.monotonic()
-        code = subprocess.run(command, cwd=TESTS.parent, check=False, env=_environment()).returncode
+        code = _run(command)
         seconds = time.monotonic() - start
         total, failed, skipped = _counts(report)
     crashed = code not in (0, _NO_TESTS) and failed == 0
     return Outcome(level, total - failed - skipped, failed + crashed, skipped, seconds)
+
+
+def _run(command: Sequence[str]) -> int:
+    try:
+        done = subprocess.run(command, cwd=TESTS.parent, check=False, env=_environment(), timeout=_LEVEL_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        print(f"killed after {_LEVEL_TIMEOUT_S} s", flush=True)
+        return _HUNG
+    if done.returncode < 0:
+        print(f"ended by signal {-done.returncode}", flush=True)
+    return done.returncode
 
 
 def _environment() -> dict[str, str]:

@@ -50,20 +50,29 @@ class LiveSwarm:
     """Starts in `__enter__`, is complete after it, and is gone after `__exit__`."""
 
     def __init__(
-        self, model: Path, spans: Sequence[str], *, threads: int = 1, options: Sequence[str] = (), dht: bool = False
+        self,
+        model: Path,
+        spans: Sequence[str],
+        *,
+        threads: int = 1,
+        options: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        dht: bool = False,
     ) -> None:
-        """One server for each span, named `server-1`, `server-2`, ...; `options` go to each `shoal server run`.
+        """One server for each span, named `server-1`, `server-2`, ...
 
-        With `dht` there is a DHT node, which registry and servers know of.
+        `options` go to each `shoal server run`, `env` to the environment of every process. With `dht` there is a DHT
+        node, which registry and servers know of.
         """
         self.model = model
+        self._env = dict(env or {})
         self.children: dict[str, LeashedChild] = {}
         self._spans = list(spans)
         self._threads = threads
         self._options = tuple(options)
         self._dht = dht
         self._stack = ExitStack()
-        self._model_of: dict[str, Path] = {}
+        self._model_of: dict[str, Path | str] = {}
         self._span_of: dict[str, str] = {}
 
     def __enter__(self) -> Self:
@@ -112,8 +121,19 @@ class LiveSwarm:
             child = plan.router(self.folder, at, self._swarm.keys)
         self._launch(name, child.command, child.env)
 
-    def start_server(self, span: str, *, name: str = "", model: Path | None = None, wait: bool = True) -> str:
-        """Start a server with `shoal server run` and return its name; the same name keeps its identity."""
+    def start_server(
+        self,
+        span: str,
+        *,
+        name: str = "",
+        model: Path | str | None = None,
+        wait: bool = True,
+        env: Mapping[str, str] | None = None,
+    ) -> str:
+        """Start a server with `shoal server run` and return its name; the same name keeps its identity.
+
+        `model` may be one of the hub; `env` is added to the server's environment.
+        """
         name = name or f"server-{len(self._span_of) + 1}"
         self._span_of[name], self._model_of[name] = span, model or self.model
         command = (
@@ -122,12 +142,12 @@ class LiveSwarm:
             *("--state-dir", str(self.folder.place(name)), "--ready-file", str(self.folder.ready_file(name))),
             *self._options,
         )
-        env = {
+        own = {
             "SHOAL_BLOCK_SERVER_API_KEY": self._swarm.keys.server,
             "OMP_NUM_THREADS": str(self._threads),
             "MKL_NUM_THREADS": str(self._threads),
         }
-        self._launch(name, command, env)
+        self._launch(name, command, {**own, **(env or {})})
         if wait:
             self.wait_ready(name)
         return name
@@ -175,7 +195,9 @@ class LiveSwarm:
 
     def _launch(self, name: str, command: Sequence[str], env: Mapping[str, str]) -> None:
         self.folder.ready_file(name).unlink(missing_ok=True)
-        self.children[name] = LeashedChild(name, command, log=self.folder.log(name), env={**os.environ, **env})
+        self.children[name] = LeashedChild(
+            name, command, log=self.folder.log(name), env={**os.environ, **self._env, **env}
+        )
 
     def _stop_all(self) -> None:
         for child in self.children.values():

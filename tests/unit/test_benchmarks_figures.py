@@ -12,7 +12,7 @@ from benchmarks import decode, step
 from benchmarks.bench import BenchmarkError
 from benchmarks.children import wait_until
 from benchmarks.decode import Generation
-from benchmarks.startup import import_s
+from benchmarks.startup import import_times
 from benchmarks.step import Samples
 from services.up.children import LeashedChild
 from shoal.models.checkpoint import Checkpoint
@@ -57,9 +57,10 @@ def test_the_one_block_model_is_one_that_servers_take(tmp_path: Path) -> None:
 
 
 def test_an_import_that_fails_is_an_error() -> None:
-    assert 0 <= import_s("import json") < 10
+    times = import_times("import json")
+    assert times.wall_s > 0 <= times.cpu_s
     with pytest.raises(BenchmarkError, match="no_such_module"):
-        import_s("import no_such_module")
+        import_times("import no_such_module")
 
 
 def test_a_child_that_ends_early_tells_its_last_words(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ A slot is a token's place in the storage of every block. Rows never share a page
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,6 +57,17 @@ class SessionRows:
             page = self._pool.allocate(self._reservation, after=last)
             row.contiguous = row.contiguous and (last is None or page == last + 1)
             row.pages.append(page)
+
+    def truncate(self, row_positions: Sequence[int]) -> None:
+        """Keep only the first `row_positions` tokens of each row. Pages stay with the row for its next tokens.
+
+        Raises:
+            ValueError: if a row holds fewer.
+        """
+        if any(not 0 <= kept <= row.length for row, kept in zip(self.rows, row_positions, strict=True)):
+            raise ValueError(f"rows of {[row.length for row in self.rows]} tokens cannot keep {list(row_positions)}")
+        for row, kept in zip(self.rows, row_positions, strict=True):
+            row.length = kept
 
     def free(self) -> None:
         """Give everything back; doing it again does nothing."""

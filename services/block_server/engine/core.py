@@ -19,7 +19,7 @@ from services.block_server.cache.rows import SessionRows
 from services.block_server.cache.storage import KvStorage
 from services.block_server.engine.batch import PackedBatch, Segment
 from services.block_server.engine.policy import Share, Waiting
-from services.block_server.engine.work import Close, EngineSession, Open, StepOutcome, Work
+from services.block_server.engine.work import Close, EngineSession, Message, Open, Rollback, StepOutcome, Work
 from services.block_server.weights.span_model import SpanModel
 from shoal.swarm.snapshot import Load
 from shoal.wire.errors import CacheFull, SessionLost, ShoalError
@@ -63,7 +63,7 @@ class EngineCore:
         """Whether a step waits."""
         return bool(self._waiting)
 
-    def accept(self, message: Open | Work | Close) -> None:
+    def accept(self, message: Message) -> None:
         """Take one message."""
         match message:
             case Open(session, reply):
@@ -72,8 +72,12 @@ class EngineCore:
                 self._release(session, SessionLost("the session was closed while a step was under way"))
                 if reply is not None:
                     self._settle(reply, self._pool.free_token_blocks)
-            case Work() if message.session.cache is None:
+            case Work() | Rollback() if message.session.cache is None:
                 self._settle(message.reply, SessionLost("the session has ended on this server; open a new one"))
+            case Rollback(session, row_positions, reply):
+                assert session.cache is not None
+                session.cache.truncate(row_positions)
+                self._settle(reply, None)
             case Work():
                 self._sequence += 1
                 message.arrival = message.turn = self._sequence

@@ -18,7 +18,7 @@ from services.block_server.cache.pool import PagePool
 from services.block_server.cache.storage import KvStorage
 from services.block_server.engine.core import EngineCore, Policy, Settled
 from services.block_server.engine.policy import choose
-from services.block_server.engine.work import EngineSession, Mailbox, Open, StepOutcome, Work
+from services.block_server.engine.work import EngineSession, Mailbox, Open, Rollback, StepOutcome, Work
 from services.block_server.weights.span_model import SpanModel
 from shoal.swarm.snapshot import Load
 from shoal.swarm.spans import Span
@@ -89,17 +89,33 @@ class Engine:
         return session, free_token_blocks
 
     async def step(self, session: EngineSession, row_lengths: Sequence[int], hidden: torch.Tensor) -> StepOutcome:
-        """Compute new tokens of all rows: `hidden` is `[tokens, hidden]`, rows one after the other.
+        """Compute new tokens of all rows and wait for them; see `begin`."""
+        return await self.begin(session, row_lengths, hidden).reply
 
-        The caller has checked shapes, lengths and limits, and has one step of a session under way at a time.
+    def begin(self, session: EngineSession, row_lengths: Sequence[int], hidden: torch.Tensor) -> Work:
+        """Post a step of all rows: `hidden` is `[tokens, hidden]`, rows one after the other.
+
+        The caller has checked shapes, lengths and limits, and has one step of a session under way at a time. The
+        outcome, or SessionLost if a step of the session failed before or it is closed, comes in `Work.reply`;
+        `Work.done` tells how many tokens are done.
 
         Raises:
-            SessionLost: if a step of the session failed before, or it is closed.
             QueueFull, Unavailable: if the engine takes no more.
         """
         reply: asyncio.Future[StepOutcome] = asyncio.get_running_loop().create_future()
-        self._mailbox.post(Work(session, tuple(row_lengths), hidden, reply, posted_s=time.perf_counter()))
-        return await reply
+        work = Work(session, tuple(row_lengths), hidden, reply, posted_s=time.perf_counter())
+        self._mailbox.post(work)
+        return work
+
+    async def roll_back(self, session: EngineSession, row_positions: Sequence[int]) -> None:
+        """Make rows forget all but their first `row_positions` tokens, which they hold.
+
+        Raises:
+            SessionLost, QueueFull, Unavailable: as `begin`.
+        """
+        reply: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._mailbox.post(Rollback(session, tuple(row_positions), reply))
+        await reply
 
     async def close(self, session: EngineSession) -> int:
         """Free a session and return the free cache after it, in tokens x blocks.

@@ -80,6 +80,15 @@ class Open:
 
 
 @dataclass(slots=True, eq=False)
+class Rollback:
+    """Forget all but the first `row_positions` tokens of each row. No step of the session is under way."""
+
+    session: EngineSession
+    row_positions: tuple[int, ...]
+    reply: asyncio.Future[None]
+
+
+@dataclass(slots=True, eq=False)
 class Close:
     """Free a session; the reply, if wanted, is the free cache after it."""
 
@@ -87,11 +96,11 @@ class Close:
     reply: asyncio.Future[int] | None
 
 
-Message = Open | Work | Close
+Message = Open | Work | Rollback | Close
 
 
 class Mailbox:
-    """Messages to the engine thread, in order. At most `limit` opens and steps wait at a time."""
+    """Messages to the engine thread, in order. At most `limit` messages other than closes wait at a time."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -100,7 +109,7 @@ class Mailbox:
         self._bounded = 0
         self._shut = False
 
-    def post(self, message: Open | Work) -> None:
+    def post(self, message: Open | Work | Rollback) -> None:
         """Add a message.
 
         Raises:

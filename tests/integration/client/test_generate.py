@@ -182,7 +182,7 @@ def test_cg07_a_reader_on_another_thread_gets_the_error(folder: Path) -> None:
     def fail(step: int) -> ServerUnreachable | None:
         return ServerUnreachable("power cut") if step >= 3 else None
 
-    with FakeSwarm(folder, "0:6", fail=fail) as swarm:
+    with FakeSwarm(folder, "0:6", fail=fail, config=SequenceManagerConfig(max_retries=0)) as swarm:
         streamer = TextIteratorStreamer(Tokenizer(), skip_prompt=True)
         raised: list[BaseException] = []
 
@@ -214,7 +214,7 @@ def test_cg07_stream_raises_after_the_ids_that_came(folder: Path) -> None:
     def fail(step: int) -> ServerUnreachable | None:
         return ServerUnreachable("power cut") if step == 3 else None
 
-    with FakeSwarm(folder, "0:6", fail=fail) as swarm:
+    with FakeSwarm(folder, "0:6", fail=fail, config=SequenceManagerConfig(max_retries=0)) as swarm:
         stream = swarm.model.stream(PROMPT, max_new_tokens=9, do_sample=False)
         wanted = swarm.reference.generate(PROMPT, max_new_tokens=3, do_sample=False)[0, 7:].tolist()
         assert [int(next(stream)) for _ in wanted] == wanted
@@ -309,7 +309,7 @@ def test_a_forgotten_session_is_closed_by_the_collector(swarm: FakeSwarm) -> Non
 
 
 def test_a_full_server_is_left_for_another(folder: Path) -> None:
-    with FakeSwarm(folder, "0:6", "0:6") as swarm:
+    with FakeSwarm(folder, "0:6", "0:6", config=SequenceManagerConfig(open_timeout_s=0.5)) as swarm:
         swarm.servers[0].refuse = CacheFull("no room")
         wanted = swarm.reference.generate(PROMPT, max_new_tokens=4, do_sample=False)
         for _ in range(2):
@@ -326,7 +326,8 @@ def test_answers_that_do_not_fit_are_corrupted_not_used(folder: Path) -> None:
             answer.step.data = bytes([answer.step.data[0] ^ 1]) + answer.step.data[1:]
         return answer
 
-    with FakeSwarm(folder, "0:6", tamper=damage) as swarm, pytest.raises(Corrupted, match="checksum"):
+    once = SequenceManagerConfig(max_retries=0)
+    with FakeSwarm(folder, "0:6", tamper=damage, config=once) as swarm, pytest.raises(Corrupted, match="checksum"):
         swarm.model.generate(PROMPT, max_new_tokens=4)
 
 

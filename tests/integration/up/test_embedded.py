@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -16,7 +18,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from services.up.binaries import can_reach, postgres_bin
+from services.up.binaries import postgres_bin
 from services.up.embedded import EmbeddedPostgres, EmbeddedValkey
 from shoal.wire.errors import InvalidRequest
 
@@ -24,13 +26,11 @@ ROOT = os.geteuid() == 0
 
 
 @pytest.fixture
-def open_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A temporary folder that other accounts may enter, as /var/lib is."""
-    path = tmp_path_factory.mktemp("data")
-    for folder in (path, *path.parents):
-        if not can_reach(folder, "nobody") and folder.stat().st_uid == os.geteuid():
-            folder.chmod(0o755)
-    return path
+def open_path() -> Iterator[Path]:
+    """A temporary folder that other accounts may enter, as /var/lib is; pytest closes its own again and again."""
+    with tempfile.TemporaryDirectory(prefix="shoal-test-") as path:
+        Path(path).chmod(0o755)
+        yield Path(path)
 
 
 def test_postgres_answers_and_refuses_a_wrong_password(own_postgres: EmbeddedPostgres) -> None:

@@ -54,17 +54,19 @@ def test_exceptions_keep_their_trace(written: io.StringIO) -> None:
 
 
 def test_credentials_are_hidden_wherever_they_slip_in(written: io.StringIO) -> None:
-    api_key = new_api_key()
+    api_key, hub_token = new_api_key(), "hf_" + "aBc123" * 5
     token = TokenSigner(IdentityKey.generate(), "swarm").issue("alice", Role.USER, 60, 1e9)
     log = structlog.get_logger("services.example")
     log.info("a", access_token=token, api_key="short", authorization="x", password="hunter2", push_key=b"hunter2")
     log.info("b", text=f"Bearer {token}", nested={"deep": [f"ApiKey {api_key}"], "secret": "hunter2"})
     log.info(f"c {api_key} postgresql://user:hunter2@host/db")
     logging.getLogger("other").error("failed with %s and %s", token, api_key)
+    logging.getLogger("httpx2").info("GET https://storage/file?Signature=hunter2")
+    log.info(f"e {hub_token}")
     log.error("d", exc_info=RuntimeError(f"connecting to redis://:hunter2@host:1 with {token}"))
     text = written.getvalue()
-    assert len(_events(written)) == 5
-    for secret in (token, token.split(".")[2], api_key, "hunter2", "short"):
+    assert len(_events(written)) == 6
+    for secret in (hub_token, token, token.split(".")[2], api_key, "hunter2", "short"):
         assert secret not in text
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli import main
-from shoal.cli.generate import Sampling, TextGrower, model_folder
+from shoal.cli.generate import Sampling, TextGrower, model_named
 from shoal.cli.output import bytes_or_count
 from shoal.cli.status import ModelStatus as Status
 from shoal.cli.status import completeness, coverage_bar
@@ -97,9 +97,9 @@ def test_convert_leaves_a_converted_model_alone(tmp_path: Path, capsys: pytest.C
 
 def test_the_model_of_the_running_swarm_is_the_default(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"--model FOLDER.*shoal up"):
-        model_folder(None)
+        model_named(None)
     SwarmFile(f"shoal://127.0.0.1:1#{'0' * 64}", "key", model=str(tmp_path)).write()
-    assert model_folder(None) == tmp_path
+    assert model_named(None) == str(tmp_path)
 
 
 def coverage(online: list[int], joining: list[int], free: int = 5) -> tuple[swarm_pb2.BlockCoverage, ...]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.cli.output import emit, notes, write
-from shoal.wire.errors import InvalidRequest, NotFound
+from shoal.wire.errors import InvalidRequest
 from shoal.wire.swarm_url import SwarmFile
 
 if TYPE_CHECKING:
@@ -56,7 +56,17 @@ class TextGrower:
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="what to ask")],
-    model: Annotated[Path | None, typer.Option(help="model folder; by default that of the running `shoal up`")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="model folder or OWNER/NAME of the hub; by default that of the running `shoal up`"),
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="branch, tag or commit of the hub's repository")] = None,
+    hub_token: Annotated[
+        str | None, typer.Option("--hub-token", "--token", help="token of the hub; by default $HF_TOKEN or its login")
+    ] = None,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="where files of the hub are kept; by default its cache")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="most tokens to generate")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token")] = 0.0,
     top_p: Annotated[
@@ -74,12 +84,15 @@ def generate(
     """Ask the swarm and print its answer as it comes."""
     if not prompt:
         raise InvalidRequest("the prompt is empty; say what to ask")
-    folder = model_folder(model)
+    named = model_named(model)
     from shoal import AutoDistributedModelForCausalLM
+    from shoal.models.files import fetch_tokenizer
 
-    remote = AutoDistributedModelForCausalLM.from_pretrained(folder, swarm=swarm)
+    remote = AutoDistributedModelForCausalLM.from_pretrained(
+        named, swarm=swarm, revision=revision, token=hub_token, cache_dir=cache_dir
+    )
     try:
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load_tokenizer(fetch_tokenizer(remote.checkpoint.files))
         prompt_ids = encode_prompt(tokenizer, prompt, raw=raw)
         new_ids, grower, text, start = [], TextGrower(tokenizer), "", time.monotonic()
         for token in stream_ids(remote, prompt_ids, max_new_tokens, Sampling(temperature, top_p, seed)):
@@ -101,21 +114,18 @@ def generate(
         notes().print(f"{len(new_ids)} tokens, {rate:.1f} tokens/s, route {hops}", style="dim", markup=False)
 
 
-def model_folder(given: Path | None) -> Path:
-    """Return the model folder: the one given, else that of the running `shoal up`.
+def model_named(given: str | None) -> str:
+    """Return the model that is meant: the one given, else that of the running `shoal up`.
 
     Raises:
         InvalidRequest: if none is given and no `shoal up` of this user runs.
-        NotFound: if it is not there.
     """
-    if given is None:
-        file = SwarmFile.read()
-        if file is None or not file.model:
-            raise InvalidRequest("no model given: pass --model FOLDER, or start a swarm here with `shoal up`")
-        given = Path(file.model)
-    if not given.is_dir():
-        raise NotFound(f"there is no model folder {given}")
-    return given
+    if given is not None:
+        return given
+    file = SwarmFile.read()
+    if file is None or not file.model:
+        raise InvalidRequest("no model given: pass --model FOLDER or OWNER/NAME, or start a swarm here with `shoal up`")
+    return file.model
 
 
 def load_tokenizer(folder: Path) -> Any:

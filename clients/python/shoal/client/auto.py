@@ -1,4 +1,7 @@
-"""Makes a distributed model from a model folder: transformers' class for the config, ends loaded, blocks remote."""
+"""Makes a distributed model: transformers' class for the config, ends loaded, blocks remote.
+
+The model's files come from a folder or from the hub; of the weights only the shards with the ends are fetched.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from shoal.client.config import SequenceManagerConfig
 from shoal.client.connection import SwarmConnection
@@ -16,10 +18,10 @@ from shoal.client.generation import RemoteGenerationMixin
 from shoal.client.remote import RemoteSequential
 from shoal.models.checkpoint import Checkpoint
 from shoal.models.families import AttentionKind, Family
+from shoal.models.files import GENERATION_CONFIG_FILE, HubOptions
 from shoal.models.prefixes import model_prefix
-from shoal.wire.errors import NotFound, Unsupported
-
-_HUB_OPTIONS = ("revision", "token", "cache_dir")
+from shoal.models.sources import open_model
+from shoal.wire.errors import NotFound
 
 
 class AutoDistributedModelForCausalLM:
@@ -39,39 +41,37 @@ class AutoDistributedModelForCausalLM:
         config: SequenceManagerConfig | None = None,
         revision: str | None = None,
         token: str | None = None,
-        cache_dir: str | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        allow_pickle: bool = False,
         dtype: torch.dtype | None = None,
     ) -> Any:
-        """Load embeddings, norm and head from a model folder and join a swarm that serves its blocks.
+        """Load embeddings, norm and head of a model and join a swarm that serves its blocks.
 
         Args:
-            model: folder with `config.json` and safetensors.
+            model: folder with `config.json` and safetensors, or `OWNER/NAME` of the hub.
             swarm: `shoal://HOST:PORT#SHA256`; by default `$SHOAL_SWARM`, else the file that `shoal up` wrote.
             api_key: by default `$SHOAL_API_KEY`, else that file's.
             initial_peers: nodes to join the DHT by, `/ip4/ADDRESS/tcp/PORT/p2p/ID`, beside those that registry and file
                 name; needed only while the registry is away and nothing is known of the DHT.
             config: limits and preferences of routes and sessions.
+            revision: branch, tag or commit of the hub's repository; the commit is resolved once and then kept.
+            token: token of the hub, for private repositories; by default HF_TOKEN or the login of `hf auth login`.
+            cache_dir: where files of the hub are kept; by default the cache that all programs of the hub share.
+            allow_pickle: read weights that are stored as pickles only, through torch's weights-only loader.
             dtype: element type; by default the one that the swarm serves.
 
         Raises:
             Unsupported: if the model family, or one of the other arguments, is not supported.
-            NotFound: if the folder or a tensor is missing.
+            NotFound: if folder, repository, revision, file or tensor is missing.
+            NotAuthenticated, NotPermitted: if the hub wants a token, or another one; or the swarm another key.
+            Unavailable, Corrupted: if the hub cannot be reached, or its files arrive damaged.
             UnknownModel: if the swarm does not serve the model.
         """
-        hub = {"revision": revision, "token": token, "cache_dir": cache_dir}
-        for name, value in hub.items():
-            if value is not None:
-                raise Unsupported(f"from_pretrained(): {name} is not supported yet; leave it out", option=name)
-        folder = Path(model)
-        if not folder.is_dir():
-            raise NotFound(
-                f"there is no model folder {folder}: pass a folder with config.json and safetensors "
-                "(`shoal model convert` makes one from a GGUF file)"
-            )
-        checkpoint = Checkpoint.open(folder)
+        hub = HubOptions(revision, token, None if cache_dir is None else Path(cache_dir))
+        checkpoint = open_model(model, hub, allow_pickle=allow_pickle)
         connection = SwarmConnection.join(
             checkpoint.family,
-            model_prefix(folder.resolve(), checkpoint.config),
+            model_prefix(checkpoint.source, checkpoint.config),
             swarm=swarm,
             api_key=api_key,
             dtype=dtype,
@@ -89,7 +89,7 @@ def build_model(checkpoint: Checkpoint, connection: SwarmConnection) -> Any:
     """Build the client's model: all but the blocks, loaded in the connection's element type.
 
     Raises:
-        NotFound, Corrupted: if a tensor cannot be read.
+        ShoalError: if a file cannot be fetched or a tensor cannot be read.
     """
     family = checkpoint.family
     cls = distributed_class(family)
@@ -109,14 +109,19 @@ def build_model(checkpoint: Checkpoint, connection: SwarmConnection) -> Any:
         base.rotary_emb = _NoRotary()
     _fill(model, {name: tensor.to(connection.dtype) for name, tensor in checkpoint.read_ends().items()}, family)
     model.connection = connection
+    model.checkpoint = checkpoint
     model.eval().requires_grad_(False)
-    if (checkpoint.folder / "generation_config.json").is_file():
+    if checkpoint.files.has(GENERATION_CONFIG_FILE):
+        checkpoint.files.fetch({GENERATION_CONFIG_FILE: ""})
         model.generation_config = GenerationConfig.from_pretrained(str(checkpoint.folder))
     return model
 
 
 def distributed_class(family: Family) -> type:
     """Return the class `Distributed<Family>ForCausalLM`: transformers' own with `RemoteGenerationMixin` in front."""
+    # Loads the list of all models, a third of the time that importing transformers takes: not before it is needed.
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
     base = MODEL_FOR_CAUSAL_LM_MAPPING[type(family.config)]
     base = base[0] if isinstance(base, tuple) else base
     fields = {

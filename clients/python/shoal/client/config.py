@@ -1,9 +1,11 @@
-"""How a client behaves: limits and preferences, given by the caller and never changed inside."""
+"""How a client behaves, given by the caller and never changed inside, and what it learns, shared by all its parts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from shoal.client.failures import Bans
+from shoal.swarm.routing import Route
 from shoal.wire.errors import InvalidRequest
 
 
@@ -14,20 +16,46 @@ class SequenceManagerConfig:
     Attributes:
         allowed_servers: only these server ids are used; empty allows all.
         blocked_servers: these server ids are never used.
-        connect_timeout_s: longest wait for a server to admit a session.
-        step_timeout_s: longest wait for one server's answer to a step.
-        open_attempts: routes to try when servers of the first one cannot take the session.
+        connect_timeout_s: longest wait for a router's answer, or for a server to admit a session.
+        step_timeout_s: longest wait for a sign that a server gets on with a step.
+        open_timeout_s: how long opening a session keeps trying when servers are full or missing.
+        recovery_timeout_s: how long a step keeps trying to replace failed servers.
+        max_retries: most failed attempts of one opening or step; None leaves it to the time.
+        min_backoff_s, max_backoff_s: pauses between attempts double from the one to the other; the first retry is at
+            once.
+        ban_timeout_s: how long a server that failed is left alone the first time; doubles with each failure in a row.
         session_tokens: cache that a session reserves per row when nothing says how long it will be.
+        journal_bytes: memory for each hop's journal; what is beyond goes to a temporary file.
     """
 
     allowed_servers: tuple[str, ...] = ()
     blocked_servers: tuple[str, ...] = ()
     connect_timeout_s: float = 10.0
-    step_timeout_s: float = 180.0
-    open_attempts: int = 3
+    step_timeout_s: float = 60.0
+    open_timeout_s: float = 10.0
+    recovery_timeout_s: float = 60.0
+    max_retries: int | None = None
+    min_backoff_s: float = 0.05
+    max_backoff_s: float = 2.0
+    ban_timeout_s: float = 5.0
     session_tokens: int = 2048
+    journal_bytes: int = 256 * 1024 * 1024
 
     def __post_init__(self) -> None:
-        for name in ("connect_timeout_s", "step_timeout_s", "open_attempts", "session_tokens"):
+        for name in ("connect_timeout_s", "step_timeout_s", "min_backoff_s", "ban_timeout_s", "session_tokens"):
             if getattr(self, name) <= 0:
                 raise InvalidRequest(f"{name} must be greater than zero, got {getattr(self, name)}")
+        for name in ("open_timeout_s", "recovery_timeout_s", "journal_bytes", "max_retries"):
+            if (getattr(self, name) or 0) < 0:
+                raise InvalidRequest(f"{name} must not be negative, got {getattr(self, name)}")
+
+
+@dataclass(slots=True)
+class SequenceManagerState:
+    """What a client has learned of its swarm. One for a connection and all slices of its blocks.
+
+    Changed on the connection's own thread only.
+    """
+
+    bans: Bans = field(default_factory=Bans)
+    last_route: Route | None = None

@@ -10,45 +10,50 @@ import atexit
 import concurrent.futures
 import contextlib
 import secrets
+import time
 import weakref
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 import grpc.aio
 import torch
 
-from shoal.client.config import SequenceManagerConfig
+from shoal.client.config import SequenceManagerConfig, SequenceManagerState
 from shoal.client.discovery import Discovery
+from shoal.client.failures import Bans, judge
 from shoal.client.hops import HopStream
+from shoal.client.journal import Journal
 from shoal.client.loop import LoopThread
 from shoal.client.routes import RouteSource
-from shoal.client.session import InferenceSession, open_hops
+from shoal.client.session import InferenceSession
 from shoal.models.families import Family
 from shoal.models.identity import config_digest, dtype_of
 from shoal.swarm.routing import Route, RouteRequest
-from shoal.swarm.snapshot import ModelKey
+from shoal.swarm.snapshot import ModelKey, Server
 from shoal.swarm.spans import Span
 from shoal.v1 import block_server_pb2 as pb
 from shoal.v1 import common_pb2 as common
+from shoal.v1.block_server_pb2_grpc import BlockServerServiceStub
 from shoal.wire.channels import open_channel
 from shoal.wire.errors import (
-    Exhausted,
     InvalidRequest,
     NoRoute,
     ShoalError,
+    TimedOut,
     TooLong,
-    Unavailable,
     UnknownModel,
 )
 from shoal.wire.membership import Membership
 from shoal.wire.memory import memory_path
 from shoal.wire.records import PROTOCOL, model_to_proto, span_to_proto
+from shoal.wire.status import from_rpc_error
 from shoal.wire.swarm_url import known_peers, resolve_swarm
 from shoal.wire.tensors import dtype_to_wire
 
 T = TypeVar("T")
 _CLOSE_TIMEOUT_S = 5.0
+_RETIRE_GRACE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +84,12 @@ class SwarmConnection:
     ) -> None:
         self.model = model
         self.config = config
-        self.last_route: Route | None = None
+        self.state = SequenceManagerState(Bans(first_s=config.ban_timeout_s))
         self._loop = loop
         self._routes = routes
         self._membership = membership
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
+        self._retired: list[asyncio.Future[None]] = []
         self._discovery = discovery
         self._keeper = loop.start(membership.run() if discovery is None else discovery.run())
         _close_at_exit(self)
@@ -128,6 +134,11 @@ class SwarmConnection:
         return cls(loop, model, routes, membership, config, discovery)
 
     @property
+    def last_route(self) -> Route | None:
+        """The newest route over all blocks."""
+        return self.state.last_route
+
+    @property
     def hidden_size(self) -> int:
         """Width of hidden states."""
         return self.model.family.hidden_size
@@ -137,8 +148,17 @@ class SwarmConnection:
         """Element type of hidden states on the wire."""
         return self.model.dtype
 
-    def open_session(self, *, rows: int = 1, max_tokens: int | None = None, prompt_tokens: int = 1) -> InferenceSession:
+    def open_session(
+        self,
+        *,
+        rows: int = 1,
+        max_tokens: int | None = None,
+        prompt_tokens: int = 1,
+        span: Span | None = None,
+    ) -> InferenceSession:
         """Plan a route and open a session of `rows` sequences of at most `max_tokens` each on it.
+
+        `span`: the blocks to run; all of them by default.
 
         Raises:
             TooLong: if the model does not take that many tokens.
@@ -154,38 +174,71 @@ class SwarmConnection:
                 f"{max_tokens} tokens are more than the {limit} that {self.model.key.prefix} takes: "
                 "shorten the prompt or ask for fewer new tokens"
             )
-        return self.run(self._open(rows, max_tokens, prompt_tokens))
+        return InferenceSession(self, span or self.model.blocks, rows, max_tokens).open(prompt_tokens)
 
-    async def _open(self, rows: int, max_tokens: int, prompt_tokens: int) -> InferenceSession:
-        blocked = set(self.config.blocked_servers)
-        refused: ShoalError | None = None
-        for _ in range(self.config.open_attempts):
-            request = RouteRequest(
-                model=self.model.key,
-                blocks=self.model.blocks,
-                prompt_tokens=prompt_tokens,
-                max_tokens=max_tokens,
-                rows=rows,
-                bytes_per_token=self.hidden_size * self.dtype.itemsize,
-                allowed=frozenset(self.config.allowed_servers),
-                blocked=frozenset(blocked),
-            )
-            try:
-                route = (await self._routes.routes(request))[0]
-            except NoRoute as error:
-                # Without the servers that refused there is no route: what they said is the better answer.
-                raise refused or error from error
-            try:
-                return await self._open_on(route, rows, max_tokens)
-            except (Unavailable, Exhausted) as error:
-                refused = error
-                blocked.add(error.details["server_id"])
-        raise refused or NoRoute("no route was tried")
+    def new_journal(self, rows: int) -> Journal:
+        """Return an empty journal for one hop of a session."""
+        return Journal(rows, self.hidden_size, self.dtype, self.config.journal_bytes)
 
-    async def _open_on(self, route: Route, rows: int, max_tokens: int) -> InferenceSession:
+    async def plan(
+        self, span: Span, rows: int, max_tokens: int, prompt_tokens: int, passed_over: Collection[str]
+    ) -> Route:
+        """Return the best route over `span` without the servers that are banned or passed over; one attempt.
+
+        Bans for being broken may be mistaken, so they are set aside when there is no route without those servers.
+
+        Raises:
+            NoRoute, UnknownModel, ...: what the route source said.
+        """
+        now_s = time.monotonic()
+        never = frozenset(self.config.blocked_servers) | frozenset(passed_over)
+        request = RouteRequest(
+            model=self.model.key,
+            blocks=span,
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+            rows=rows,
+            bytes_per_token=self.hidden_size * self.dtype.itemsize,
+            allowed=frozenset(self.config.allowed_servers),
+            blocked=never | self.state.bans.banned(now_s),
+        )
+        try:
+            routes = await self._routes.routes(request)
+        except NoRoute:
+            wrong = never | self.state.bans.banned(now_s, only_wrong=True)
+            if wrong == request.blocked:
+                raise
+            routes = await self._routes.routes(replace(request, blocked=wrong))
+        if span == self.model.blocks:
+            self.state.last_route = routes[0]
+        return routes[0]
+
+    def note_failure(self, error: ShoalError) -> None:
+        """Learn from an error of a server, if one is named in it."""
+        server_id = error.details.get("server_id")
+        if server_id is None:
+            return
+        self.state.bans = self.state.bans.after(server_id, judge(error), time.monotonic())
+        if isinstance(error, TimedOut):
+            # The connection may be a black hole: the next session gets a new one. Others have time to end on it.
+            for key in [key for key in self._channels if key[0] == server_id]:
+                self._retired.append(asyncio.ensure_future(self._channels.pop(key).close(_RETIRE_GRACE_S)))
+            self._retired = [closing for closing in self._retired if not closing.done()]
+
+    def note_success(self, server_id: str) -> None:
+        """Learn that a server did its work."""
+        self.state.bans = self.state.bans.after_success(server_id)
+
+    async def renew_token(self) -> None:
+        """Try once to get a new access token."""
+        with contextlib.suppress(ShoalError):
+            await self._membership.refresh()
+
+    def streams(self, route: Route, rows: int, max_tokens: int) -> list[HopStream]:
+        """Make a stream for each hop of a route; nothing is sent yet."""
         session_id = secrets.token_hex(16)
         timeouts = (self.config.connect_timeout_s, self.config.step_timeout_s)
-        hops = []
+        streams = []
         for hop in route.hops:
             server = hop.server
             opening = pb.OpenSession(
@@ -201,10 +254,25 @@ class SwarmConnection:
                 max_tokens=max_tokens,
             )
             channel = self._channel(server.server_id, server.address, server.certificate)
-            hops.append(HopStream(hop, channel, opening, timeouts))
-        await open_hops(hops)
-        self.last_route = route
-        return InferenceSession(self, route, hops, rows, max_tokens)
+            streams.append(HopStream(hop, channel, opening, timeouts))
+        return streams
+
+    def server_info(self, server: Server) -> pb.GetServerInfoResponse:
+        """Ask a server what it holds, how busy it is and what it has done.
+
+        Raises:
+            ShoalError: what it answered, or ServerUnreachable, TimedOut.
+        """
+        return self.run(self._server_info(server))
+
+    async def _server_info(self, server: Server) -> pb.GetServerInfoResponse:
+        channel = self._channel(server.server_id, server.address, server.certificate)
+        try:
+            return await BlockServerServiceStub(channel).GetServerInfo(
+                pb.GetServerInfoRequest(protocol=PROTOCOL), timeout=self.config.connect_timeout_s
+            )
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
 
     def _channel(self, server_id: str, address: str, certificate: bytes) -> grpc.aio.Channel:
         key = (server_id, address)

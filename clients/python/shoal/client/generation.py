@@ -14,8 +14,9 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 from shoal.client.connection import SwarmConnection
 from shoal.client.options import refuse_unsupported
 from shoal.client.remote import RemoteCache
-from shoal.client.session import InferenceSession
+from shoal.client.session import InferenceSession, active_session
 from shoal.client.streaming import fail_streamer, stream_in_thread
+from shoal.client.turns import Turn
 from shoal.wire.errors import InvalidRequest, TooLong, Unsupported
 
 
@@ -67,7 +68,7 @@ class RemoteGenerationMixin:
         if self.takes_position_ids:
             given["position_ids"] = position_ids
         try:
-            with kept.step(attention_mask, position_ids, rows, columns):
+            with kept.step(attention_mask, position_ids, input_ids, (rows, columns)):
                 output = super().forward(  # type: ignore[misc]
                     input_ids=input_ids,
                     attention_mask=None,
@@ -102,28 +103,36 @@ class RemoteGenerationMixin:
         self,
         inputs: torch.Tensor | None = None,
         generation_config: GenerationConfig | None = None,
+        session: InferenceSession | None = None,
         **kwargs: Any,
     ) -> Any:
         """Generate as transformers does: same arguments, same ids.
 
+        In a session (given, or of the `with` block around the call) the ids are compared with what the session was
+        fed: an equal beginning is not fed again, and the result is always that of a fresh run on the same ids.
+        Without ids the session goes on where it was, and only the new ids are returned.
+
         Raises:
             Unsupported: for an option that cannot be honoured, by name, before any call.
-            TooLong: if prompt and new tokens are more than the model takes.
+            TooLong: if prompt and new tokens are more than the model or the session takes.
         """
         self._refuse(generation_config, kwargs)
+        turn = Turn(self.connection, session if session is not None else active_session(self.connection))
+        inputs = turn.begin(inputs, kwargs)
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
-        self._check_prompt(prompt, generation_config, kwargs)
-        opened: list[RemoteCache] = []
-        self._opened.append(opened)
+        self._check_prompt(prompt, generation_config, kwargs, turn.session)
+        if isinstance(prompt, torch.Tensor):
+            turn.reuse(prompt, kwargs.get("attention_mask"))
+        self._running.append(turn)
         try:
-            return super().generate(inputs, generation_config=generation_config, **kwargs)  # type: ignore[misc]
+            output = super().generate(inputs, generation_config=generation_config, **kwargs)  # type: ignore[misc]
         except BaseException as error:
             fail_streamer(kwargs.get("streamer"), error)
             raise
         finally:
-            self._opened.remove(opened)
-            for cache in opened:
-                cache.close()
+            self._running.remove(turn)
+            turn.close()
+        return turn.end(output)
 
     def stream(self, inputs: torch.Tensor | None = None, **kwargs: Any) -> Iterator[torch.Tensor]:
         """Generate and yield the new ids, one `[rows]` tensor per step.
@@ -131,10 +140,11 @@ class RemoteGenerationMixin:
         An error of the generation is raised here; leaving the loop early ends the generation.
         """
         given = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
+        session = kwargs.pop("session", None) or active_session(self.connection)
 
         def run(streamer: Any, stop: threading.Event) -> None:
             criteria = StoppingCriteriaList([*given, _StopWhen(stop)])
-            self.generate(inputs, streamer=streamer, stopping_criteria=criteria, **kwargs)
+            self.generate(inputs, session=session, streamer=streamer, stopping_criteria=criteria, **kwargs)
 
         stream = stream_in_thread(run)
         with closing(stream):  # type: ignore[type-var]
@@ -146,15 +156,24 @@ class RemoteGenerationMixin:
         Raises:
             TooLong, NoRoute, CacheFull, ...: as `SwarmConnection.open_session`.
         """
-        return self.connection.open_session(rows=batch_size, max_tokens=max_tokens)
+        session = self.connection.open_session(rows=batch_size, max_tokens=max_tokens)
+        session.embed = self._embed
+        return session
+
+    @torch.no_grad()
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        check_ids(ids, self.connection.model.family.vocab_size)
+        hidden: torch.Tensor = self.get_input_embeddings()(ids)  # type: ignore[attr-defined]
+        after = getattr(self.base_model, "word_embeddings_layernorm", None)  # type: ignore[attr-defined]
+        return hidden if after is None else after(hidden)
 
     @property
-    def _opened(self) -> list[list[RemoteCache]]:
-        """Caches of the running `generate` calls of this thread, innermost call last."""
-        local: threading.local = self.__dict__.setdefault("_running", threading.local())
+    def _running(self) -> list[Turn]:
+        """The running `generate` calls of this thread, innermost last."""
+        local: threading.local = self.__dict__.setdefault("_local", threading.local())
         if not hasattr(local, "calls"):
             local.calls = []
-        calls: list[list[RemoteCache]] = local.calls
+        calls: list[Turn] = local.calls
         return calls
 
     def _prepare_cache_for_generation(
@@ -166,9 +185,7 @@ class RemoteGenerationMixin:
         if generation_config.use_cache is False:
             return
         max_cache_length = more.get("max_cache_length", rest[-1] if rest else generation_config.max_length)
-        cache = RemoteCache(self.connection, max_cache_length)
-        self._opened[-1].append(cache)
-        model_kwargs["cache"] = cache
+        model_kwargs["cache"] = self._running[-1].cache(max_cache_length)
 
     def _refuse(self, generation_config: GenerationConfig | None, kwargs: Mapping[str, Any]) -> None:
         settings = [
@@ -184,18 +201,28 @@ class RemoteGenerationMixin:
             if kwargs.get(name) is not None:
                 raise Unsupported(f"generate(): {name} is not supported; leave it out", option=name)
 
-    def _check_prompt(self, prompt: Any, generation_config: GenerationConfig | None, kwargs: Mapping[str, Any]) -> None:
+    def _check_prompt(
+        self,
+        prompt: Any,
+        generation_config: GenerationConfig | None,
+        kwargs: Mapping[str, Any],
+        session: InferenceSession | None,
+    ) -> None:
         if not isinstance(prompt, torch.Tensor):
             return
         check_ids(prompt, self.connection.model.family.vocab_size)
         config = generation_config or self.generation_config
         new = kwargs.get("max_new_tokens", config.max_new_tokens)
-        limit = self.connection.model.family.max_positions
+        limits = (self.connection.model.family.max_positions, session.max_tokens if session else None)
+        limit = min((bound for bound in limits if bound is not None), default=None)
         total = prompt.shape[1] + new if new is not None else max(prompt.shape[1], kwargs.get("max_length") or 0)
         if limit is not None and total > limit:
             raise TooLong(
                 f"{prompt.shape[1]} prompt tokens and {total - prompt.shape[1]} new ones are more than the {limit} "
-                "that the model takes: shorten the prompt or ask for fewer new tokens"
+                f"that the {'session' if session else 'model'} takes: shorten the prompt or ask for fewer new tokens",
+                prefix=str(prompt.shape[1]),
+                new=str(total - prompt.shape[1]),
+                limit=str(limit),
             )
         mask = kwargs.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.dim() == 2 and not bool(mask.ne(0).any(dim=1).all()):

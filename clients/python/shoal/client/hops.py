@@ -13,7 +13,7 @@ from shoal.swarm.routing import Hop
 from shoal.v1 import block_server_pb2 as pb
 from shoal.v1.block_server_pb2_grpc import BlockServerServiceStub
 from shoal.wire.clock import from_duration
-from shoal.wire.errors import Corrupted, ServerUnreachable, ShoalError, TimedOut
+from shoal.wire.errors import Corrupted, ServerUnreachable, SessionLost, ShoalError, TimedOut
 from shoal.wire.status import from_rpc_error
 from shoal.wire.tensors import TensorAssembler, encode, pieces
 
@@ -33,6 +33,8 @@ class StepTiming:
 class HopStream:
     """The stream of one session to one server. Used by one task at a time.
 
+    `busy` stays true after a call that was left in the middle: the stream cannot be used any more then.
+
     Any failure breaks the stream for good: the server frees the session when the stream ends, however it ends.
     """
 
@@ -45,6 +47,7 @@ class HopStream:
         self._stub = BlockServerServiceStub(channel)
         self._call: Stream | None = None
         self._step = 0
+        self.busy = False
 
     async def open(self) -> None:
         """Open the session on the server.
@@ -71,6 +74,7 @@ class HopStream:
         Raises:
             ShoalError: what the server answered, or ServerUnreachable, TimedOut, Corrupted.
         """
+        self.busy = True
         header, view = encode(hidden, self._opening.codec)
         first, *more = pieces(view)
         request = pb.StepRequest(
@@ -91,6 +95,8 @@ class HopStream:
         self, hidden: torch.Tensor, positions: Sequence[int], lengths: Sequence[int]
     ) -> tuple[torch.Tensor, StepTiming]:
         answer = await self._read(self._step_timeout_s)
+        while answer.WhichOneof("frame") == "progress":  # a sign of life: the wait starts anew
+            answer = await self._read(self._step_timeout_s)
         result = answer.step
         after = [start + length for start, length in zip(positions, lengths, strict=True)]
         if answer.WhichOneof("frame") != "step" or result.step != self._step or list(result.row_positions) != after:
@@ -103,6 +109,7 @@ class HopStream:
                 raise self._named(Corrupted(f"the answer to step {self._step} is incomplete"))
             assembler.add(more.chunk.offset, more.chunk.data)
         self._step += 1
+        self.busy = False
         timing = StepTiming(
             self.hop.server.server_id,
             from_duration(result.queue_time),
@@ -110,6 +117,26 @@ class HopStream:
             result.packed_sessions,
         )
         return assembler.tensor(), timing
+
+    async def roll_back(self, positions: Sequence[int]) -> None:
+        """Make the server forget all but the first `positions` tokens of each row.
+
+        Raises:
+            ShoalError: what the server answered, or ServerUnreachable, TimedOut, Corrupted.
+        """
+        self.busy = True
+        rollback = pb.RollbackRequest(row_positions=positions)
+        await self._write(pb.InferRequest(rollback=rollback), self._step_timeout_s)
+        answer = await self._read(self._step_timeout_s)
+        if answer.WhichOneof("frame") != "rolled_back" or list(answer.rolled_back.row_positions) != list(positions):
+            raise self._named(Corrupted("the answer to a rollback is for something else"))
+        self.busy = False
+
+    def cut(self) -> None:
+        """Break the stream at once, without a word; harmless when done before. On the loop's thread only."""
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
 
     async def close(self, timeout_s: float = 2.0) -> None:
         """End the session as asked when the stream is healthy, else cut it; never raises."""
@@ -144,6 +171,8 @@ class HopStream:
                 answer = await call.read()
         except TimeoutError:
             raise self._named(TimedOut(f"the server did not answer within {timeout_s:g} s")) from None
+        except asyncio.CancelledError:
+            raise self._cancelled() from None
         except grpc.aio.AioRpcError as error:
             raise self._named(from_rpc_error(error)) from error
         if not isinstance(answer, pb.InferResponse):
@@ -152,7 +181,7 @@ class HopStream:
 
     def _require_call(self) -> Stream:
         if self._call is None:
-            raise self._named(ServerUnreachable("the session on this server is closed"))
+            raise self._named(SessionLost("the session on this server is closed"))
         return self._call
 
     async def _failure(self, call: Stream, error: BaseException | None) -> ShoalError:
@@ -165,9 +194,18 @@ class HopStream:
                     pass
         except grpc.aio.AioRpcError as status:
             return self._named(from_rpc_error(status))
+        except asyncio.CancelledError:
+            raise self._cancelled() from None
         except (TimeoutError, asyncio.InvalidStateError):
             pass
         return self._named(ServerUnreachable("the server ended the session without a reason"))
+
+    def _cancelled(self) -> BaseException:
+        """Tell the end of the caller's task from that of the call, which `cut` and `close` cancel."""
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            return asyncio.CancelledError()
+        return self._named(SessionLost("the session was closed while a step was under way"))
 
     def _named(self, error: ShoalError) -> ShoalError:
         server = self.hop.server

@@ -9,6 +9,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_DRAIN_S = 0.05
 
 
 class LoopThread:
@@ -31,6 +32,8 @@ class LoopThread:
         if pending:
             self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        # gRPC's poller serves all loops of a process; what it still has for this one must not meet a closed loop.
+        self._loop.run_until_complete(asyncio.sleep(_DRAIN_S))
         self._loop.close()
 
     @property

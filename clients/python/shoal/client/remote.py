@@ -10,9 +10,11 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from shoal.client.connection import SwarmConnection
+from shoal.client.fed import FedIds
 from shoal.client.rows import RowPlan, check_positions, plan_rows
 from shoal.client.session import InferenceSession
-from shoal.wire.errors import InvalidRequest, Unsupported
+from shoal.swarm.spans import Span
+from shoal.wire.errors import BadTensor, InvalidRequest, Unsupported
 
 
 class _RemoteLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -48,15 +50,20 @@ class _RemoteLayer(CacheLayerMixin):  # type: ignore[misc]
 class RemoteCache(Cache):  # type: ignore[misc]
     """The cache of one batch: a session on the servers, opened by the first forward pass that uses it.
 
-    Close it to free the servers' memory; the end of its life does so too.
+    A `session` that is given stays the caller's: closing the cache leaves it open.
     """
 
-    def __init__(self, connection: SwarmConnection, max_tokens: int | None = None) -> None:
+    def __init__(
+        self, connection: SwarmConnection, max_tokens: int | None = None, session: InferenceSession | None = None
+    ) -> None:
         super().__init__(layers=[_RemoteLayer()])
         self._connection = connection
         self._max_tokens = max_tokens
         self._plan: RowPlan | None = None
-        self.session: InferenceSession | None = None
+        self._borrowed = session is not None
+        self._fed = FedIds() if session is None else session.fed
+        self.layers[0].columns = self._fed.columns
+        self.session = session
 
     @property
     def columns(self) -> int:
@@ -77,26 +84,36 @@ class RemoteCache(Cache):  # type: ignore[misc]
 
     @contextmanager
     def step(
-        self, mask: torch.Tensor | None, position_ids: torch.Tensor | None, rows: int, columns: int
+        self,
+        mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        ids: torch.Tensor | None,
+        shape: tuple[int, int],
     ) -> Iterator[None]:
-        """Plan the step that the forward pass inside will make; afterwards the cache is `columns` longer.
+        """Plan the step of `shape` (rows, columns) that the forward pass inside will make.
 
         Raises:
             InvalidRequest, Unsupported: if mask or positions cannot be honoured.
         """
+        rows, columns = shape
         if mask is not None and mask.dim() == 2 and mask.shape[1] != self.columns + columns:
             raise InvalidRequest(
                 f"attention_mask has {mask.shape[1]} columns, expected {self.columns + columns}: "
                 "one for each token of the session, old and new"
             )
         held = self.held(rows)
-        self._plan = plan_rows(mask, rows, columns, held)
-        check_positions(position_ids, self._plan, held)
+        self._plan = plan = plan_rows(mask, rows, columns, held)
+        check_positions(position_ids, plan, held)
         try:
             yield
-            self.layers[0].columns += columns
+            self._remember(ids, plan, columns)
         finally:
             self._plan = None
+
+    def _remember(self, ids: torch.Tensor | None, plan: RowPlan, columns: int) -> None:
+        cells = torch.ones(len(plan.lengths), columns, dtype=torch.bool) if plan.cells is None else plan.cells
+        self._fed.append(ids, cells)
+        self.layers[0].columns = self._fed.columns
 
     def run(self, hidden: torch.Tensor) -> torch.Tensor:
         """Send hidden states `[rows, columns, hidden]` of the planned step through the remote blocks."""
@@ -106,28 +123,54 @@ class RemoteCache(Cache):  # type: ignore[misc]
         if sum(plan.lengths) == 0:
             return torch.zeros_like(hidden)
         if self.session is None:
-            longest = max(plan.lengths)
             self.session = self._connection.open_session(
-                rows=len(plan.lengths), max_tokens=self._max_tokens, prompt_tokens=longest
+                rows=len(plan.lengths), max_tokens=self._max_tokens, prompt_tokens=max(plan.lengths)
             )
         return plan.unpack(self.session.step_packed(plan.pack(hidden), plan.lengths))
 
     def close(self) -> None:
-        """Free the session on the servers."""
-        if self.session is not None:
+        """Free the session on the servers, unless it is the caller's."""
+        if self.session is not None and not self._borrowed:
             self.session.close()
 
 
 class RemoteSequential(torch.nn.Module):
-    """All blocks of the model as one module: takes and gives hidden states `[rows, columns, hidden]`."""
+    """Blocks of the model as one module: takes and gives hidden states `[rows, columns, hidden]`.
 
-    def __init__(self, connection: SwarmConnection, *, gives_tuple: bool) -> None:
+    `remote[3:6]` and `remote[4]` are parts of it. They share connection, configuration and all that is learned.
+    """
+
+    def __init__(self, connection: SwarmConnection, span: Span | None = None, *, gives_tuple: bool = False) -> None:
         super().__init__()
         self.connection = connection
+        self.span = span or connection.model.blocks
         self._gives_tuple = gives_tuple
 
     def __len__(self) -> int:
-        return self.connection.model.family.num_blocks
+        return len(self.span)
+
+    def __getitem__(self, index: int | slice) -> RemoteSequential:
+        """Return a part: one block, or a range of blocks without a step.
+
+        Raises:
+            IndexError: if it is empty or not inside.
+        """
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+        else:
+            start, step = (index + len(self) if index < 0 else index), 1
+            stop = start + 1
+        if step != 1 or not 0 <= start < stop <= len(self):
+            raise IndexError(f"blocks {index} are not a range of the {len(self)} blocks {self.span}")
+        return RemoteSequential(self.connection, Span(self.span.start + start, self.span.start + stop))
+
+    def inference_session(self, *, max_tokens: int | None = None, batch_size: int = 1) -> InferenceSession:
+        """Open a session over these blocks for steps of hidden states `[batch_size, tokens, hidden]`.
+
+        Raises:
+            TooLong, NoRoute, CacheFull, ...: as `SwarmConnection.open_session`.
+        """
+        return self.connection.open_session(rows=batch_size, max_tokens=max_tokens, span=self.span)
 
     def forward(
         self,
@@ -137,11 +180,25 @@ class RemoteSequential(torch.nn.Module):
         layer_past: Cache | None = None,
         **__: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, None]:
-        """Run the planned step; transformers names the cache differently from family to family."""
+        """Run the planned step of a model's cache, or, without a cache, all tokens in a session of their own.
+
+        Raises:
+            Unsupported: for a cache of another kind, or if gradients are wanted.
+            BadTensor: if the shape is not `[rows, columns, hidden]`.
+        """
         remote = cache if cache is not None else layer_past
-        if not isinstance(remote, RemoteCache):
-            raise Unsupported(f"a {type(remote).__name__} cannot hold a remote session; leave the cache out")
         if torch.is_grad_enabled() and hidden_states.requires_grad:
             raise Unsupported("gradients through remote blocks are not supported; use torch.no_grad()")
+        if remote is None:
+            return self._alone(hidden_states)
+        if not isinstance(remote, RemoteCache):
+            raise Unsupported(f"a {type(remote).__name__} cannot hold a remote session; leave the cache out")
         output = remote.run(hidden_states)
         return (output, None) if self._gives_tuple else output
+
+    def _alone(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if hidden_states.dim() != 3:
+            raise BadTensor(f"expected [rows, tokens, hidden], got {list(hidden_states.shape)}")
+        rows, tokens, _ = hidden_states.shape
+        with self.inference_session(max_tokens=tokens, batch_size=rows) as session:
+            return session.step(hidden_states)

@@ -1,7 +1,8 @@
-"""Reads chosen tensors from a folder of safetensors shards, and nothing else of it.
+"""Reads chosen tensors of a model's safetensors shards, and nothing else of it.
 
-Names are always those of transformers' causal language model, whatever prefix the files use. Pickle weights
-are never read. A tensor or shard that is missing is an error that names it; nothing is ever filled in.
+Names are always those of transformers' causal language model, whatever prefix the files use. Files come from a folder
+or from the hub, only when they are needed. Pickles are read only for those who opted in. A tensor or shard that is
+missing is an error that names it; nothing is ever filled in.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from shoal.models.families import Family, check_model_type, describe
+from shoal.models.files import CONFIG_FILE, FolderFiles, ModelFiles
+from shoal.models.pickles import read_pickle
 from shoal.swarm.spans import Span
 from shoal.wire.errors import Corrupted, InvalidRequest, NotFound, Unsupported
 
@@ -23,41 +26,54 @@ if TYPE_CHECKING:
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+PICKLE_INDEX_FILE = "pytorch_model.bin.index.json"
+PICKLE_SINGLE_FILE = "pytorch_model.bin"
 
 
 class Checkpoint:
-    """A model folder. `names` maps each stored tensor to its file; `opened` has the names of tensors read."""
+    """A model's weights. `names` maps each stored tensor to its file; `opened` has the names of tensors read."""
 
-    def __init__(self, folder: Path, family: Family, stored: Mapping[str, tuple[str, Path]]) -> None:
-        self.folder = folder
+    def __init__(self, files: ModelFiles, family: Family, stored: Mapping[str, tuple[str, str]]) -> None:
+        """`stored` has, for each of our names, the name in the file and the file."""
+        self.files = files
+        self.folder = files.folder
         self.family = family
         self.config: Any = family.config
-        self.names: Mapping[str, Path] = MappingProxyType({name: file for name, (_, file) in stored.items()})
+        self.names: Mapping[str, Path] = MappingProxyType(
+            {name: files.folder / file for name, (_, file) in stored.items()}
+        )
         self.opened: set[str] = set()
         self._stored = stored
 
+    @property
+    def source(self) -> str | Path:
+        """What the model is loaded from: the folder (a `Path`), or the id of a repository (a `str`)."""
+        return self.files.source
+
     @classmethod
-    def open(cls, folder: str | Path) -> Checkpoint:
-        """Read config and index of a folder; no tensor yet.
+    def open(cls, source: str | Path | ModelFiles, *, allow_pickle: bool = False) -> Checkpoint:
+        """Read config and index of a folder, or of files from elsewhere; no tensor yet.
 
         Raises:
             NotFound: if the folder, its config or its weights are not there.
-            Unsupported: for a model family or option that is not supported, or weights that are only pickles.
+            Unsupported: for a model family or option that is not supported, before anything else is fetched, or for
+                weights that are only pickles, unless `allow_pickle`.
             InvalidRequest: if config or index cannot be read.
+            ShoalError: as `ModelFiles.fetch`.
         """
-        folder = Path(folder).absolute()
-        if not folder.is_dir():
-            raise NotFound(f"no model folder {folder}")
-        family = describe(load_config(folder))
-        stored = {canonical_name(family, name): (name, folder / file) for name, file in _stored_names(folder).items()}
-        return cls(folder, family, stored)
+        files = FolderFiles(source) if isinstance(source, str | Path) else source
+        files.fetch({CONFIG_FILE: ""})
+        family = describe(load_config(files.folder))
+        stored = _stored_names(files, allow_pickle=allow_pickle)
+        return cls(files, family, {canonical_name(family, name): (name, file) for name, file in stored.items()})
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Read tensors as they are stored.
 
         Raises:
-            NotFound: naming every tensor that the folder does not list, or whose file is not there.
+            NotFound: naming every tensor that the model does not list, or whose file is not there.
             Corrupted: if a file is not what its index says, or is cut short.
+            ShoalError: as `ModelFiles.fetch`.
         """
         wanted = list(dict.fromkeys(names))
         by_file = self._locate(wanted)
@@ -82,40 +98,49 @@ class Checkpoint:
         return {name: ends[name] for name in names}
 
     def files_of(self, names: Iterable[str]) -> set[Path]:
-        """Return the files that hold the tensors.
+        """Make the files that hold the tensors present, and return them.
 
         Raises:
-            NotFound: as `read`.
+            NotFound, ShoalError: as `read`.
         """
-        return set(self._locate(list(names)))
+        return {self.folder / file for file in self._locate(list(names))}
 
-    def _locate(self, names: list[str]) -> dict[Path, list[str]]:
-        unknown = [name for name in names if name not in self.names]
+    def _locate(self, names: list[str]) -> dict[str, list[str]]:
+        """Return the tensors to take from each file, after fetching the files."""
+        unknown = [name for name in names if name not in self._stored]
         if unknown:
-            raise NotFound(f"{self.folder} has no tensor {_some(unknown)}; download the model again")
-        by_file: dict[Path, list[str]] = defaultdict(list)
+            raise NotFound(f"{self.files.label} has no tensor {_some(unknown)}; download it again or use another model")
+        by_file: dict[str, list[str]] = defaultdict(list)
         for name in names:
-            by_file[self.names[name]].append(name)
-        for file, names_in_file in sorted(by_file.items()):
-            if not file.is_file():
-                raise NotFound(
-                    f"file {file.name} of {self.folder} is missing; it holds {_some(names_in_file)}; "
-                    "download the model again"
-                )
+            by_file[self._stored[name][1]].append(name)
+        self.files.fetch({file: f"it holds {_some(held)}" for file, held in by_file.items()})
         return dict(by_file)
 
-    def _read_file(self, file: Path, names: list[str]) -> dict[str, torch.Tensor]:
+    def _read_file(self, file: str, names: list[str]) -> dict[str, torch.Tensor]:
+        path = self.folder / file
+        if path.suffix == ".bin":
+            tensors = self._read_pickle(path, names)
+        else:
+            tensors = self._read_safetensors(path, names)
+        self.opened.update(names)
+        return tensors
+
+    def _read_safetensors(self, path: Path, names: list[str]) -> dict[str, torch.Tensor]:
         from safetensors import SafetensorError, safe_open
 
-        tensors = {}
         try:
-            with safe_open(file, framework="pt") as opened:
-                for name in names:
-                    tensors[name] = opened.get_tensor(self._stored[name][0])
-                    self.opened.add(name)
+            with safe_open(path, framework="pt") as opened:
+                return {name: opened.get_tensor(self._stored[name][0]) for name in names}
         except SafetensorError as error:
-            raise Corrupted(f"file {file.name} of {self.folder} cannot be read for {_some(names)}: {error}") from error
-        return tensors
+            where = f"file {path.name} of {self.files.label}"
+            raise Corrupted(f"{where} cannot be read for {_some(names)}: {error}") from error
+
+    def _read_pickle(self, path: Path, names: list[str]) -> dict[str, torch.Tensor]:
+        found = read_pickle(path, self.files.label)
+        missing = [name for name in names if self._stored[name][0] not in found]
+        if missing:
+            raise Corrupted(f"file {path.name} of {self.files.label} does not hold {_some(missing)}")
+        return {name: found[self._stored[name][0]] for name in names}
 
 
 def load_config(folder: Path) -> Any:
@@ -126,13 +151,13 @@ def load_config(folder: Path) -> Any:
         InvalidRequest: if it cannot be read.
         Unsupported: if the family is not supported.
     """
-    fields = _read_json(folder / "config.json")
+    fields = _read_json(folder / CONFIG_FILE)
     check_model_type(fields.get("model_type"))
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, AttributeError, OSError) as error:
         raise InvalidRequest(f"{folder / 'config.json'} is not a usable config: {error}") from error
 
 
@@ -171,29 +196,35 @@ def load_class(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _stored_names(folder: Path) -> dict[str, str]:
-    if (folder / INDEX_FILE).is_file():
-        weight_map = _read_json(folder / INDEX_FILE).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(
-            isinstance(file, str) and Path(file).name == file for file in weight_map.values()
-        ):
-            raise InvalidRequest(f"{folder / INDEX_FILE} has no usable weight_map")
-        return weight_map
-    if (folder / SINGLE_FILE).is_file():
-        return dict.fromkeys(_names_in(folder / SINGLE_FILE), SINGLE_FILE)
-    if next(folder.glob("*.bin"), None) is not None:
-        raise Unsupported(f"{folder} holds pickle weights (*.bin), which are not read; convert them to safetensors")
-    raise NotFound(f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}")
+def _stored_names(files: ModelFiles, *, allow_pickle: bool) -> dict[str, str]:
+    """Return the file of each tensor, by the name that the files use."""
+    if files.has(INDEX_FILE):
+        return _read_index(files, INDEX_FILE)
+    if files.has(SINGLE_FILE):
+        return dict.fromkeys(files.tensor_names(SINGLE_FILE), SINGLE_FILE)
+    pickled = files.first_like("*.bin") or files.first_like("*.pt") or files.first_like("*.pth")
+    if pickled is None:
+        raise NotFound(f"{files.label} has neither {INDEX_FILE} nor {SINGLE_FILE}")
+    if not allow_pickle:
+        raise Unsupported(
+            f"{files.label} holds pickle weights only ({pickled}), which can run code and are not read; convert them "
+            "to safetensors, or allow them with --allow-pickle (allow_pickle=True in Python)"
+        )
+    if files.has(PICKLE_INDEX_FILE):
+        return _read_index(files, PICKLE_INDEX_FILE)
+    files.fetch({PICKLE_SINGLE_FILE: ""})
+    return dict.fromkeys(read_pickle(files.folder / PICKLE_SINGLE_FILE, files.label), PICKLE_SINGLE_FILE)
 
 
-def _names_in(file: Path) -> list[str]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return list(opened.keys())
-    except SafetensorError as error:
-        raise Corrupted(f"file {file.name} of {file.parent} cannot be read: {error}") from error
+def _read_index(files: ModelFiles, index: str) -> dict[str, str]:
+    files.fetch({index: ""})
+    weight_map = _read_json(files.folder / index).get("weight_map")
+    suffix = ".bin" if index == PICKLE_INDEX_FILE else ".safetensors"
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) and Path(file).name == file and file.endswith(suffix) for file in weight_map.values()
+    ):
+        raise InvalidRequest(f"{files.folder / index} has no usable weight_map")
+    return weight_map
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.models.checkpoint import Checkpoint, span_names
 from shoal.models.families import Family, describe
+from shoal.models.hash_cache import HashCache, file_key
 from shoal.models.prefixes import model_prefix
 from shoal.swarm.snapshot import ModelKey
 from shoal.swarm.spans import Span
@@ -21,8 +21,6 @@ from shoal.wire.errors import Unsupported
 
 if TYPE_CHECKING:
     import torch
-
-_CACHE_LIMIT_BYTES = 4 * 1024 * 1024
 
 
 def config_digest(config: Any) -> bytes:
@@ -64,15 +62,15 @@ def dtype_of(numeric_class: str) -> torch.dtype:
 
 
 def model_key(model: Checkpoint | Path | str, numeric_class: str, prefix: str | None = None) -> ModelKey:
-    """Return the identity of a model: an open checkpoint or a folder.
+    """Return the identity of a model: an open checkpoint or a folder. It does not depend on where weights come from.
 
-    `prefix` is the model's name in the swarm; by default as `shoal.models.prefixes.model_prefix` has it for a folder.
+    `prefix` is the model's name in the swarm; by default as `shoal.models.prefixes.model_prefix` has it.
 
     Raises:
         Unsupported, NotFound, InvalidRequest: as `Checkpoint.open`.
     """
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
-    name = model_prefix(checkpoint.folder, checkpoint.config, prefix or "")
+    name = model_prefix(checkpoint.source, checkpoint.config, prefix or "")
     return ModelKey(name, config_digest(checkpoint.config), numeric_class)
 
 
@@ -84,16 +82,16 @@ def block_hashes(checkpoint: Checkpoint, family: Family, span: Span, cache_file:
     Raises:
         NotFound, Corrupted: as `Checkpoint.read`.
     """
-    cached = _load_cache(cache_file)
+    cache = HashCache(cache_file)
+    cached = cache.load()
     hashes, fresh = [], {}
     for block in span.blocks():
         names = span_names(family, Span(block, block + 1))
-        key = _cache_key(checkpoint, names)
+        key = file_key(checkpoint.files_of(names), *names)
         digest = bytes.fromhex(cached[key]) if key in cached else _hash_block(checkpoint, family, block, names)
         fresh[key] = digest.hex()
         hashes.append(digest)
-    if cache_file is not None and not fresh.keys() <= cached.keys():
-        _save_cache(cache_file, {**cached, **fresh})
+    cache.add(fresh)
     return hashes
 
 
@@ -106,33 +104,6 @@ def _hash_block(checkpoint: Checkpoint, family: Family, block: int, names: list[
         digest.update(json.dumps([own, str(tensor.dtype), list(tensor.shape)]).encode())
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()
-
-
-def _cache_key(checkpoint: Checkpoint, names: list[str]) -> str:
-    parts: list[object] = list(names)
-    for file in sorted(checkpoint.files_of(names)):
-        status = file.stat()
-        parts += [str(file), status.st_size, status.st_mtime_ns]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def _load_cache(cache_file: Path | None) -> dict[str, str]:
-    if cache_file is None or not cache_file.is_file() or cache_file.stat().st_size > _CACHE_LIMIT_BYTES:
-        return {}
-    try:
-        entries = json.loads(cache_file.read_text(encoding="utf-8"))
-    except ValueError:
-        return {}
-    if not isinstance(entries, dict):
-        return {}
-    return {key: value for key, value in entries.items() if isinstance(value, str) and len(value) == 64}
-
-
-def _save_cache(cache_file: Path, entries: dict[str, str]) -> None:
-    cache_file.parent.mkdir(parents=True, exist_ok=True)
-    staging = cache_file.with_name(f"{cache_file.name}.{os.getpid()}")
-    staging.write_text(json.dumps(entries), encoding="utf-8")
-    os.replace(staging, cache_file)
 
 
 def _plain(value: Any) -> Any:

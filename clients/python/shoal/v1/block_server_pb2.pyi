@@ -32,6 +32,7 @@ class InferRequest(message.Message):
     STEP_FIELD_NUMBER: builtins.int
     CHUNK_FIELD_NUMBER: builtins.int
     CLOSE_FIELD_NUMBER: builtins.int
+    ROLLBACK_FIELD_NUMBER: builtins.int
     @builtins.property
     def open(self) -> OpenSession:
         """First message of the stream, exactly once."""
@@ -48,6 +49,10 @@ class InferRequest(message.Message):
     def close(self) -> CloseSession:
         """The client is done; the server frees the session and ends the stream."""
 
+    @builtins.property
+    def rollback(self) -> RollbackRequest:
+        """Forget the last tokens of rows. Not sent while a step is under way."""
+
     def __init__(
         self,
         *,
@@ -55,12 +60,13 @@ class InferRequest(message.Message):
         step: StepRequest | None = ...,
         chunk: TensorChunk | None = ...,
         close: CloseSession | None = ...,
+        rollback: RollbackRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "close", b"close", "frame", b"frame", "open", b"open", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "close", b"close", "frame", b"frame", "open", b"open", "rollback", b"rollback", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "close", b"close", "frame", b"frame", "open", b"open", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "close", b"close", "frame", b"frame", "open", b"open", "rollback", b"rollback", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = typing.Literal["open", "step", "chunk", "close"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = typing.Literal["open", "step", "chunk", "close", "rollback"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -271,6 +277,28 @@ class TensorChunk(message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
+class RollbackRequest(message.Message):
+    """Request to forget the last tokens of rows: afterwards the session is as if they had never been sent."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    ROW_POSITIONS_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def row_positions(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """For each row, tokens that it holds afterwards; at most what it holds now."""
+
+    def __init__(
+        self,
+        *,
+        row_positions: abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["row_positions", b"row_positions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
 class CloseSession(message.Message):
     """Request to end a session."""
 
@@ -295,6 +323,8 @@ class InferResponse(message.Message):
     STEP_FIELD_NUMBER: builtins.int
     CHUNK_FIELD_NUMBER: builtins.int
     CLOSED_FIELD_NUMBER: builtins.int
+    ROLLED_BACK_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
     @builtins.property
     def opened(self) -> SessionOpened:
         """Answer to `open`."""
@@ -311,6 +341,14 @@ class InferResponse(message.Message):
     def closed(self) -> SessionClosed:
         """Answer to `close`; the last message."""
 
+    @builtins.property
+    def rolled_back(self) -> RolledBack:
+        """Answer to `rollback`."""
+
+    @builtins.property
+    def progress(self) -> StepProgress:
+        """A long step goes on; comes only when more tokens are done than the message before said."""
+
     def __init__(
         self,
         *,
@@ -318,12 +356,14 @@ class InferResponse(message.Message):
         step: StepResponse | None = ...,
         chunk: TensorChunk | None = ...,
         closed: SessionClosed | None = ...,
+        rolled_back: RolledBack | None = ...,
+        progress: StepProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "closed", b"closed", "frame", b"frame", "opened", b"opened", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "closed", b"closed", "frame", b"frame", "opened", b"opened", "progress", b"progress", "rolled_back", b"rolled_back", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "closed", b"closed", "frame", b"frame", "opened", b"opened", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "closed", b"closed", "frame", b"frame", "opened", b"opened", "progress", b"progress", "rolled_back", b"rolled_back", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = typing.Literal["opened", "step", "chunk", "closed"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = typing.Literal["opened", "step", "chunk", "closed", "rolled_back", "progress"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -408,6 +448,52 @@ class StepResponse(message.Message):
     _HasFieldArgType: _TypeAlias = typing.Literal["engine_time", b"engine_time", "queue_time", b"queue_time", "tensor", b"tensor"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = typing.Literal["data", b"data", "engine_time", b"engine_time", "output_digest", b"output_digest", "packed_sessions", b"packed_sessions", "queue_time", b"queue_time", "row_positions", b"row_positions", "step", b"step", "tensor", b"tensor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class RolledBack(message.Message):
+    """Rows have forgotten their last tokens."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    ROW_POSITIONS_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def row_positions(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """For each row, tokens that the cache holds now."""
+
+    def __init__(
+        self,
+        *,
+        row_positions: abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["row_positions", b"row_positions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class StepProgress(message.Message):
+    """How far a step is that takes long."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """Number of the step."""
+    tokens: builtins.int
+    """Tokens of the step that are done."""
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+        tokens: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["step", b"step", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

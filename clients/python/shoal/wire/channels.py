@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
+from shoal.wire.bearer import BearerChannel
 from shoal.wire.tls import der_to_pem
 
 MAX_MESSAGE_BYTES = 1 << 20
@@ -42,16 +43,12 @@ def open_channel(
 ) -> grpc.aio.Channel:
     """Open a channel to `HOST:PORT` that trusts only this certificate (DER) under this name.
 
-    `token`, if given, is called for every RPC and sent as `authorization: Bearer TOKEN`. It runs in a
-    thread of grpc and must be quick. Nothing is sent before the first call; close the channel before its
-    event loop ends.
+    `token`, if given, is called for every RPC and sent as `authorization: Bearer TOKEN`. Nothing is sent before the
+    first call; close the channel before its event loop ends.
     """
     credentials = grpc.ssl_channel_credentials(root_certificates=der_to_pem(certificate_der))
-    if token is not None:
-        credentials = grpc.composite_channel_credentials(
-            credentials, grpc.metadata_call_credentials(_BearerToken(token), name="shoal")
-        )
-    return grpc.aio.secure_channel(address, credentials, options=client_options(tls_name, keepalive))
+    channel = grpc.aio.secure_channel(address, credentials, options=client_options(tls_name, keepalive))
+    return channel if token is None else BearerChannel(channel, token)
 
 
 def client_options(tls_name: str, keepalive: Keepalive | None = None) -> Options:
@@ -102,13 +99,3 @@ def _common(keepalive: Keepalive) -> Options:
 
 def _ms(seconds: float) -> int:
     return max(1, round(seconds * 1000))
-
-
-class _BearerToken(grpc.AuthMetadataPlugin):
-    """Adds the newest access token to each call."""
-
-    def __init__(self, token: Callable[[], str]) -> None:
-        self._token = token
-
-    def __call__(self, context: grpc.AuthMetadataContext, callback: grpc.AuthMetadataPluginCallback) -> None:
-        callback((("authorization", f"Bearer {self._token()}"),), None)

@@ -23,6 +23,8 @@ from shoal.wire.errors import ShoalError
 DOMAIN = "shoal"
 MAX_MESSAGE_BYTES = 1000
 MAX_DETAILS_BYTES = 1000
+# What grpc.aio says when a stream broke while it was being written to.
+FAILED_WRITE = "Internal error from Core"
 
 # What an error means that carries no class of ours: it comes from grpc itself or from a newer version.
 BY_CODE: Mapping[grpc.StatusCode, type[ShoalError]] = MappingProxyType(
@@ -72,6 +74,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> ShoalError:
     info = _error_info(error)
     if info is None:
         cls = BY_CODE.get(error.code(), errors.InternalError)
+        if error.code() is grpc.StatusCode.INTERNAL and error.details() == FAILED_WRITE:
+            cls = errors.ServerUnreachable
         return cls(f"{error.code().name}: {error.details() or 'no details'}")
     found = errors.error_classes().get(info.reason)
     cls = found if found is not None else BY_CODE.get(error.code(), errors.InternalError)
