@@ -14,7 +14,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -26,6 +26,7 @@ from benchmarks.catalog import CATALOG, find
 from benchmarks.targets import Target, load_targets
 from services.up.small_model import small_model_folder
 from shoal.wire.errors import ShoalError
+from shoal.wire.swarm_url import CONFIG_DIR_VARIABLE
 
 Targets = dict[str, dict[str, Target]]
 Row = tuple[Target, float | None]
@@ -110,7 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             with tempfile.TemporaryDirectory(prefix=f"shoal-bench-{id_.lower()}-") as scratch:
                 os.chmod(scratch, 0o711)  # PostgreSQL, which runs as another account under root, must pass through
                 bench = Bench(arguments.smoke, arguments.model, Path(scratch), console, arguments.dtype)
-                rows += measure(id_, targets[id_], bench, lambda line: print(line, flush=True))
+                with _own_settings(Path(scratch)):
+                    rows += measure(id_, targets[id_], bench, lambda line: print(line, flush=True))
     except KeyboardInterrupt:
         console.print("interrupted; everything that was started has been stopped", style="yellow")
         return 130
@@ -118,6 +120,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = any(value is None for _, value in rows)
     missed = any(value is None or not target.reached_by(value) for target, value in rows)
     return int(failed or (arguments.strict and missed))
+
+
+@contextmanager
+def _own_settings(scratch: Path) -> Iterator[None]:
+    """Keep clients from remembering swarms in the user's configuration folder, which is no business of a benchmark."""
+    before = os.environ.get(CONFIG_DIR_VARIABLE)
+    os.environ[CONFIG_DIR_VARIABLE] = str(scratch / "client")
+    try:
+        yield
+    finally:
+        os.environ.pop(CONFIG_DIR_VARIABLE)
+        if before is not None:
+            os.environ[CONFIG_DIR_VARIABLE] = before
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

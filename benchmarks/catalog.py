@@ -12,6 +12,7 @@ CATALOG: Mapping[str, str] = {
     "P1": "benchmarks.decode",
     "P2": "benchmarks.step",
     "P11": "benchmarks.kill",
+    "P14": "benchmarks.notice",
     "P15": "benchmarks.startup",
 }
 
