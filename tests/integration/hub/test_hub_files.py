@@ -123,8 +123,9 @@ def test_identity_does_not_depend_on_where_weights_come_from(
     span = Span(0, 6)
     assert block_hashes(from_hub, from_hub.family, span, hashes) == block_hashes(from_folder, from_folder.family, span)
     assert config_digest(from_hub.config) == config_digest(from_folder.config)
-    # Only the default name differs: rules of the hub apply to ids of the hub alone.
-    assert model_key(from_hub, "fp32", "same") == model_key(from_folder, "fp32", "same")
+    # Only the default name follows the rules for repositories there, and is the folder's own name here.
+    assert (model_key(from_hub, "fp32").prefix, model_key(from_folder, "fp32").prefix) == ("tiny-hf", "tiny")
+    assert model_key(from_hub, "fp32", "named") == model_key(from_folder, "fp32", "named")
     again = open_model(NAME, options)
     assert block_hashes(again, again.family, span, hashes) == block_hashes(from_hub, from_hub.family, span)
     assert again.opened == set()
