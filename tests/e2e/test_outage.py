@@ -87,7 +87,7 @@ class SlowStream:
 
     def _run(self) -> None:
         try:
-            ids: torch.Tensor = torch.tensor([self.ids])
+            ids = torch.tensor([self.ids])
             cache: Any = None
             while len(self.ids) < self._length:
                 output = self._model(ids, cache=cache, use_cache=True, logits_to_keep=1)

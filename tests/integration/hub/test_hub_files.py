@@ -81,7 +81,7 @@ def test_a_server_fetches_only_the_shards_of_its_span(
     assert hub.fetched() == SMALL | {shard(1), shard(3)}
     for number in (1, 3):
         assert hub.sent(shard(number)) == (tmp_path / "cut" / shard(number)).stat().st_size
-    assert facts.model.prefix == "cut"
+    assert facts.model.prefix == "cut-hf"
     assert checkpoint.opened == set(span_names(checkpoint.family, Span(1, 3)))
 
 
@@ -123,7 +123,9 @@ def test_identity_does_not_depend_on_where_weights_come_from(
     span = Span(0, 6)
     assert block_hashes(from_hub, from_hub.family, span, hashes) == block_hashes(from_folder, from_folder.family, span)
     assert config_digest(from_hub.config) == config_digest(from_folder.config)
-    assert model_key(from_hub, "fp32") == model_key(from_folder, "fp32")
+    # Only the default name follows the rules for repositories there, and is the folder's own name here.
+    assert (model_key(from_hub, "fp32").prefix, model_key(from_folder, "fp32").prefix) == ("tiny-hf", "tiny")
+    assert model_key(from_hub, "fp32", "named") == model_key(from_folder, "fp32", "named")
     again = open_model(NAME, options)
     assert block_hashes(again, again.family, span, hashes) == block_hashes(from_hub, from_hub.family, span)
     assert again.opened == set()

@@ -20,6 +20,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
@@ -39,7 +40,7 @@ class LoopThread:
     @property
     def running(self) -> bool:
         """Tell whether coroutines can still be run."""
-        return self._thread.is_alive() and not self._loop.is_closed()
+        return self._thread.is_alive() and not self._closing.locked()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the loop and return its result; an interrupt of the caller cancels it.
@@ -66,7 +67,8 @@ class LoopThread:
 
     def close(self) -> None:
         """Cancel what runs and end the thread; harmless when done before."""
-        if self.running:
+        # Taken once and never given back: a second stop would end the last work of the thread.
+        if self._closing.acquire(blocking=False):
             self._loop.call_soon_threadsafe(self._loop.stop)
 
     def join(self, timeout_s: float) -> None:
