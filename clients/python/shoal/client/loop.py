@@ -33,8 +33,8 @@ class LoopThread:
         if pending:
             self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        # The poller of gRPC serves all loops of a process, and child processes tell of their end from a thread: what they
-        # still have for this loop must not meet a closed one.
+        # The poller of gRPC serves all loops of a process, and child processes tell of their end from a thread:
+        # what they still have for this loop must not meet a closed one.
         self._loop.run_until_complete(asyncio.sleep(_DRAIN_S))
         self._loop.close()
 
