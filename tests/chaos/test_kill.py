@@ -52,8 +52,13 @@ class Rig:
             folder, swarm=swarm.url, api_key=swarm.api_key, config=config
         )
         self.names = {server.server_id: server.public_name for server in swarm.status().servers}
-        for server in swarm.status().servers:
-            self.model.connection.server_info(server)  # connects to each, so that no test is blamed for it
+        self.connect()
+
+    def connect(self) -> None:
+        """Connect to the router and every server, at its address of now, so that no test is blamed for a connection."""
+        self.model.inference_session(max_tokens=1).close()
+        for server in self.swarm.status().servers:
+            self.model.connection.server_info(server)
 
     def check(self, at: int, hops: list[int], seed: int | None = None, tokens: int = 24) -> InferenceSession:
         """Generate while the servers of these hops are killed at a token; compare; start them again."""
@@ -79,6 +84,7 @@ class Rig:
         for victim in victims:
             self.swarm.restart_server(victim)
         self.swarm.wait_until(lambda status: online(status) == 6, "all servers are back")
+        self.connect()
         return session
 
 

@@ -220,10 +220,8 @@ class SwarmConnection:
             return
         self.state.bans = self.state.bans.after(server_id, judge(error), time.monotonic())
         if isinstance(error, TimedOut):
-            # The connection may be a black hole: the next session gets a new one. Others have time to end on it.
-            for key in [key for key in self._channels if key[0] == server_id]:
-                self._retired.append(asyncio.ensure_future(self._channels.pop(key).close(_RETIRE_GRACE_S)))
-            self._retired = [closing for closing in self._retired if not closing.done()]
+            # The connection may be a black hole: the next session gets a new one.
+            self._retire(server_id)
 
     def note_success(self, server_id: str) -> None:
         """Learn that a server did its work."""
@@ -277,8 +275,15 @@ class SwarmConnection:
     def _channel(self, server_id: str, address: str, certificate: bytes) -> grpc.aio.Channel:
         key = (server_id, address)
         if key not in self._channels:
+            self._retire(server_id)  # a server that is back at another address is not at the old one any more
             self._channels[key] = open_channel(address, certificate, server_id, self._membership.token)
         return self._channels[key]
+
+    def _retire(self, server_id: str) -> None:
+        """Use the channels to a server no more; what is open on them has time to end."""
+        for key in [key for key in self._channels if key[0] == server_id]:
+            self._retired.append(asyncio.ensure_future(self._channels.pop(key).close(_RETIRE_GRACE_S)))
+        self._retired = [closing for closing in self._retired if not closing.done()]
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a call on the connection's thread and return its result."""

@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_DRAIN_S = 0.05
+_DRAIN_S = 0.3
 
 
 class LoopThread:
@@ -33,7 +33,8 @@ class LoopThread:
         if pending:
             self._loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        # gRPC's poller serves all loops of a process; what it still has for this one must not meet a closed loop.
+        # The poller of gRPC serves all loops of a process, and child processes tell of their end from a thread:
+        # what they still have for this loop must not meet a closed one.
         self._loop.run_until_complete(asyncio.sleep(_DRAIN_S))
         self._loop.close()
 

@@ -49,8 +49,13 @@ class Retry:
         else:
             tried = f"gave up after {len(self.failures)} attempts in {now_s - self._started_s:.1f} s"
             final = NoRoute(f"{tried}: {last.message}", **last.details)
-        for error in dict.fromkeys(self.failures):
-            if error is not final:
-                where = error.details.get("server_id")
-                final.add_note(f"{error.reason}{f' at {where}' if where else ''}: {error.message}")
+        notes = [_note(error) for error in self.failures if error is not final]
+        for note in dict.fromkeys(notes):
+            times = notes.count(note)
+            final.add_note(note if times == 1 else f"{note} ({times} times)")
         return final
+
+
+def _note(error: ShoalError) -> str:
+    where = error.details.get("server_id")
+    return f"{error.reason}{f' at {where}' if where else ''}: {error.message}"
