@@ -187,8 +187,12 @@ class _Server:
         patience_s = None if self._presence is None else LEASE_WAIT_S if self._membership.live else 0.0
         if self._presence is not None:
             self._presence.announce_soon()
+            if not self._membership.live:
+                self._presence.begin()
         if not await self._announcer.announce(patience_s):
             self._log.warning("lease.awaited", state=self._lifecycle.state.value)
+        if self._presence is not None and self._lifecycle.state is ServerState.ONLINE:
+            self._presence.begin()
 
     def _enrolled(self, enrolment: str) -> None:
         if self._keeper.take(enrolment) and self._presence is not None:

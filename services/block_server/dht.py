@@ -31,15 +31,24 @@ FAREWELL_TIMEOUT_S = 2.0
 
 
 class DhtPresence:
-    """`run` keeps the server's record in the DHT, `announce_soon` renews it at once."""
+    """`run` keeps the server's record in the DHT from `begin` on, `announce_soon` renews it at once.
+
+    Opening a node costs a second of work. A server that the registry lists is found meanwhile, so it takes part in the
+    DHT when it serves; without a registry at once.
+    """
 
     def __init__(self, signer: RecordSigner, directory: SwarmDirectory, period_s: float) -> None:
         self._signer = signer
         self._directory = directory
         self._period_s = period_s
         self._changed = asyncio.Event()
+        self._begun = asyncio.Event()
         self._announced = False
         self._log = get_logger("services.block_server")
+
+    def begin(self) -> None:
+        """Take part from now on. May be called again."""
+        self._begun.set()
 
     def announce_soon(self) -> None:
         """Announce the server as it is now, without waiting."""
@@ -47,6 +56,7 @@ class DhtPresence:
 
     async def run(self) -> None:
         """Announce after each period, jittered, and after each change. Never ends."""
+        await self._begun.wait()
         while True:
             self._changed.clear()
             try:
@@ -86,7 +96,7 @@ def server_directory(settings: BlockServerSettings, membership: Membership) -> S
     advertised_host, _ = split_address(settings.advertise or settings.listen)
     listen = settings.dht_listen or join_address(host, 0)
     node = NodeOptions(
-        initial_peers=tuple(settings.initial_peers),
+        initial_peers=tuple(dict.fromkeys([*settings.initial_peers, *membership.info.dht_peers])),
         listen=listen,
         advertise=join_address(advertised_host, 0) if settings.advertise else "",
         identity=identity,
@@ -96,10 +106,11 @@ def server_directory(settings: BlockServerSettings, membership: Membership) -> S
 
 
 async def keep_linked(link: DhtLink, peers: Callable[[], Sequence[str]]) -> None:
-    """Take part in the DHT as soon as a peer is known. Never ends.
+    """Take part in the DHT once a node is wanted and a peer is known. Never ends.
 
     `peers` gives what the registry says, which may learn of the DHT later than this server starts.
     """
+    await link.wanted.wait()
     while not link.can_open:
         link.add_peers(peers())
         if not link.can_open:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import grpc.aio
@@ -93,33 +94,41 @@ async def place(
 ) -> Span:
     """Choose `length` blocks by what is known of coverage now: the registry's answer, else the DHT's records.
 
+    A gap in a partial answer need not be one, so the DHT is asked about it too.
+
     Raises:
         ShoalError: what the registry said, if the DHT knows no better.
     """
     try:
-        counts = await _registry_counts(membership, model, num_blocks)
+        counts, partial = await _registry_counts(membership, model, num_blocks)
     except (Unavailable, TimedOut):
         if directory is None:
             raise
         counts = await _dht_counts(directory, model, num_blocks)
+    else:
+        if partial and directory is not None:
+            with suppress(Unavailable):
+                others = await _dht_counts(directory, model, num_blocks)
+                counts = [max(pair) for pair in zip(counts, others, strict=True)]
     return choose_span(counts, length)
 
 
-async def _registry_counts(membership: Membership, model: ModelKey, num_blocks: int) -> list[int]:
+async def _registry_counts(membership: Membership, model: ModelKey, num_blocks: int) -> tuple[list[int], bool]:
+    """Return how many servers hold each block, and whether the registry says that some may be missing."""
     request = registry_pb2.GetCoverageRequest(model=model_to_proto(model))
     counts = [0] * num_blocks
     try:
         stub = registry_pb2_grpc.RegistryServiceStub(membership.registry)
         answer = await stub.GetCoverage(request, timeout=_COVERAGE_TIMEOUT_S)
-        for entry in answer.blocks:
-            if entry.block < num_blocks:
-                counts[entry.block] = entry.online_servers + entry.joining_servers
     except grpc.aio.AioRpcError as error:
         found: ShoalError = from_rpc_error(error)
-        # Nobody serves the model yet.
         if not isinstance(found, NotFound):
             raise found from error
-    return counts
+        return counts, True  # nobody serves the model, or nobody has told the registry yet
+    for entry in answer.blocks:
+        if entry.block < num_blocks:
+            counts[entry.block] = entry.online_servers + entry.joining_servers
+    return counts, bool(answer.partial)
 
 
 async def _dht_counts(directory: SwarmDirectory, model: ModelKey, num_blocks: int) -> list[int]:

@@ -45,8 +45,14 @@ class SwarmHub:
         self._picture = Picture()
         self._wake = asyncio.Event()
         self._away = False
+        self._empty_until_s = 0.0
         self.snapshot = SwarmSnapshot()
         self._log = get_logger("services.registry.hub")
+
+    @property
+    def partial(self) -> bool:
+        """Tell whether servers may be missing: the store lost its content, and they have not had time to renew."""
+        return self._monotonic_s() < max(self._empty_until_s, self._picture.carry_until_s)
 
     def poke(self) -> None:
         """Look at the store soon, because something changed."""
@@ -84,6 +90,9 @@ class SwarmHub:
             self._away = False
             self._log.info("leases.back", epoch_changed=reading.position.epoch != picture.position.epoch)
             picture = picture.be_patient(now + self._lease_ttl_s)
+        if not picture.position.epoch and not reading.position.revision:
+            # The first look of this process met a store that is new, or was emptied while no registry ran.
+            self._empty_until_s = now + self._lease_ttl_s
         self._show(picture.advance(self._parse(reading), now, self._lease_ttl_s).settle(now))
 
     def _show(self, picture: Picture) -> None:

@@ -140,7 +140,9 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
             )
             for entry in block_coverage(snapshot, model)
         ]
-        return registry_pb2.GetCoverageResponse(model=model_to_proto(model), blocks=blocks, revision=snapshot.revision)
+        return registry_pb2.GetCoverageResponse(
+            model=model_to_proto(model), blocks=blocks, revision=snapshot.revision, partial=self._hub.partial
+        )
 
     async def WatchSwarm(  # type: ignore[override]  # grpc also takes a coroutine that writes
         self, request: registry_pb2.WatchSwarmRequest, context: grpc.aio.ServicerContext[Any, Any]

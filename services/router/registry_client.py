@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 import grpc.aio
 
 from services.chassis.loops import keep_trying
+from services.router.domain.carrying import Carried
 from shoal.swarm.snapshot import RevisionGap, SwarmSnapshot
 from shoal.v1 import registry_pb2, registry_pb2_grpc
 from shoal.wire.clock import now_s
@@ -28,22 +30,26 @@ class Frames(Protocol):
 class SwarmPicture:
     """Holds the newest snapshot. `run` keeps it up to date."""
 
-    def __init__(self, frames: Frames, longest_pause_s: float) -> None:
+    def __init__(
+        self, frames: Frames, longest_pause_s: float, monotonic_s: Callable[[], float] = time.monotonic
+    ) -> None:
         self._frames = frames
         self._longest_pause_s = longest_pause_s
+        self._monotonic_s = monotonic_s
+        self._carried = Carried()
         self._snapshot: SwarmSnapshot | None = None
         self._log = get_logger("services.router.registry_client")
 
     @property
     def snapshot(self) -> SwarmSnapshot:
-        """The newest snapshot.
+        """The newest snapshot; partial for a while after the registry came back empty.
 
         Raises:
             Unavailable: before the first one came.
         """
         if self._snapshot is None:
             raise Unavailable("the router has not heard from the registry yet; try again, or plan without it")
-        return self._snapshot
+        return self._carried.shown_with(self._snapshot, self._monotonic_s())
 
     async def run(self) -> None:
         """Follow the stream; open it again with growing pauses when it breaks. Never ends."""
@@ -63,7 +69,11 @@ class SwarmPicture:
     def _after(self, current: SwarmSnapshot | None, frame: registry_pb2.WatchSwarmResponse) -> SwarmSnapshot:
         now = now_s()
         if frame.WhichOneof("frame") == "snapshot":
-            return snapshot_from_proto(frame.snapshot, now, self._rejected)
+            whole = snapshot_from_proto(frame.snapshot, now, self._rejected)
+            if self._snapshot is not None:
+                self._carried = self._carried.begin(self.snapshot, whole, self._monotonic_s())
+            return whole
+        self._carried = self._carried.without(tuple(frame.delta.removals))
         if current is None:
             raise Contended("the watch stream began without a snapshot")
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -81,15 +82,19 @@ class SlowStream:
     def __init__(self, model: Any, prompt: list[int]) -> None:
         self.ids = list(prompt)
         self.error: Exception | None = None
-        self._model, self._length = model, len(prompt) + TOKENS
+        self._model, self._prompt = model, prompt
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
+
+    @property
+    def new_tokens(self) -> int:
+        return len(self.ids) - len(self._prompt)
 
     def _run(self) -> None:
         try:
             ids = torch.tensor([self.ids])
             cache: Any = None
-            while len(self.ids) < self._length:
+            while self.new_tokens < TOKENS:
                 output = self._model(ids, cache=cache, use_cache=True, logits_to_keep=1)
                 ids, cache = output.logits[:, -1].argmax(dim=-1, keepdim=True), output.cache
                 self.ids.append(int(ids))
@@ -113,11 +118,13 @@ def kill_control_plane(swarm: LiveSwarm) -> None:
         store.child.kill()
 
 
-def restart_control_plane(swarm: LiveSwarm) -> None:
-    """Valkey comes back empty."""
+def restart_control_plane(swarm: LiveSwarm, *, lose_database: bool = False) -> None:
+    """Valkey comes back empty, PostgreSQL too if asked."""
     for store in (swarm.valkey, swarm.postgres):
         store.stop()
         store.start()
+    if lose_database:
+        swarm.empty_database()
     for name in CONTROL:
         swarm.start_service(name)
     for name in CONTROL:
@@ -148,24 +155,25 @@ def generate_in_a_new_process(swarm: LiveSwarm, folder: Path, prompt: list[int])
     return ids
 
 
-def test_cp02_generation_needs_no_control_plane(swarm: LiveSwarm, folder: Path, wanted: list[list[int]]) -> None:
+def test_cp02_generation_needs_no_control_plane(
+    swarm: LiveSwarm, folder: Path, wanted: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ten streams run and ten begin. Clients are told once that the control plane is away, and that it is back."""
+    caplog.set_level(logging.INFO, "shoal.client")
     before = layout(swarm.status())
     assert len(before) == 3
     with client(swarm, folder) as model, client(swarm, folder) as other:
-        running = [SlowStream(model, prompt) for prompt in PROMPTS]
-        assert wait_until(
-            lambda: all(len(one.ids) > len(prompt) + 4 for one, prompt in zip(running, PROMPTS, strict=True))
-        )
+        running = [SlowStream(model, prompt) for prompt in PROMPTS * 2]
+        assert wait_until(lambda: all(one.new_tokens > 2 for one in running), 60)
         kill_control_plane(swarm)
-        assert all(len(one.ids) < len(ids) for one, ids in zip(running, wanted, strict=True)), (
-            "killed in mid-generation"
-        )
+        assert all(one.new_tokens < TOKENS for one in running), "killed in mid-generation"
         # New sessions of clients that were there, of one that begins now, and of one in another process.
-        assert [generate(other, prompt) for prompt in PROMPTS] == wanted
+        assert [generate(other, prompt) for prompt in PROMPTS * 2] == wanted * 2
+        assert events(caplog) == ["control_plane.away"]
         with client(swarm, folder) as late:
             assert generate(late, PROMPTS[0]) == wanted[0]
         assert generate_in_a_new_process(swarm, folder, PROMPTS[1]) == wanted[1]
-        assert [one.result() for one in running] == wanted
+        assert [one.result() for one in running] == wanted * 2
         assert all(swarm.children[name].running for name in ("server-1", "server-2", "server-3", plan.DHT_NODE))
 
         restart_control_plane(swarm)
@@ -174,8 +182,15 @@ def test_cp02_generation_needs_no_control_plane(swarm: LiveSwarm, folder: Path, 
         assert time.monotonic() - back_s < 2 * LEASE_TTL_S
         assert layout(after) == before
         assert generate(other, PROMPTS[2]) == wanted[2]
-        assert wait_until(lambda: not other.connection._routes.degraded, 60)
+        assert wait_until(lambda: events(caplog)[-1] == "control_plane.back", 60)
         assert generate(other, PROMPTS[3]) == wanted[3]
+        assert events(caplog) == ["control_plane.away", "control_plane.back"]
+
+
+def events(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What clients of this process said of the control plane."""
+    said = [record.message.split()[0] for record in caplog.records if record.name == "shoal.client"]
+    return [event for event in said if event.startswith("control_plane.")]
 
 
 def test_cp03_a_lease_store_that_comes_back_empty_is_filled_again(
@@ -217,7 +232,7 @@ def test_servers_begin_and_serve_without_registry_and_bootstrap_node(
         swarm.restart_server("server-1")
         assert generate(model, PROMPTS[3]) == wanted[3]
     swarm.start_service(plan.DHT_NODE)
-    restart_control_plane(swarm)
+    restart_control_plane(swarm, lose_database=True)
     back_s = time.monotonic()
     swarm.wait_until(lambda status: online(status) == 3, "all servers are registered again")
     assert time.monotonic() - back_s < 2 * LEASE_TTL_S

@@ -96,6 +96,7 @@ def test_up_answers_shows_itself_and_stops_clean(place: Place) -> None:
         assert [server["span"] for server in status["servers"]] == ["0:3", "3:6"]
         assert {server["state"] for server in status["servers"]} == {"online"}
         assert status["models"][0]["complete"]
+        assert json.loads(place.swarm_file.read_text())["initial_peers"][0].startswith("/ip4/127.0.0.1/tcp/")
         shown = place.shoal("status").stdout
         assert "blocks 111111" in shown
         assert "server-1" in shown

@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import psycopg
+
 from services.chassis.ready import read_ready
 from services.up import plan
 from services.up.children import LeashedChild
@@ -120,6 +122,12 @@ class LiveSwarm:
         else:
             child = plan.router(self.folder, at, self._swarm.keys)
         self._launch(name, child.command, child.env)
+
+    def empty_database(self) -> None:
+        """Lose all that is in the database, then bring it to the schema as its operator would; the registry is down."""
+        with psycopg.connect(self.postgres.url, autocommit=True) as db:
+            db.execute("DROP SCHEMA registry CASCADE")
+        self._swarm.upgrade_schema(self.postgres.url)
 
     def start_server(
         self,

@@ -1,4 +1,7 @@
-"""Importing the wire and the chassis loads no torch: control services stay small, `shoal --help` quick."""
+"""Importing the wire and the chassis loads no torch: control services stay small, `shoal --help` quick.
+
+What takes part in the DHT loads hivemind, and with it torch, when a node is opened.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,13 @@ def _modules(folder: Path, package: str, without: frozenset[str] = frozenset()) 
     [
         _modules(ROOT / "clients/python/shoal/wire", "shoal.wire", frozenset({"tensors"})),
         _modules(ROOT / "clients/python/shoal/swarm", "shoal.swarm"),
+        _modules(ROOT / "clients/python/shoal/dht", "shoal.dht", frozenset({"validator"})),
         _modules(ROOT / "services/chassis", "services.chassis"),
         _modules(ROOT / "services/registry", "services.registry"),
         _modules(ROOT / "services/router", "services.router"),
+        _modules(ROOT / "services/dht_node", "services.dht_node", frozenset({"__main__"})),
     ],
-    ids=["wire", "swarm", "chassis", "registry", "router"],
+    ids=["wire", "swarm", "dht", "chassis", "registry", "router", "dht_node"],
 )
 def test_no_torch(modules: list[str]) -> None:
     code = (

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,13 @@ def _import_hivemind() -> None:
     import hivemind.utils.logging
 
     assert hivemind.dht.node
+
+
+@pytest.fixture(autouse=True)
+def _no_task_fails_unseen(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    yield
+    gc.collect()
+    assert not [record.message for record in caplog.records if "never retrieved" in record.message]
 
 
 @pytest.fixture(autouse=True)

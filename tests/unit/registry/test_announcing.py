@@ -308,3 +308,37 @@ async def test_watchers_replay_to_the_hubs_own_snapshot(registry: Registry) -> N
             change = await watcher.next()
             current = current.apply(change) if isinstance(change, Delta) else change
         assert set(current.servers) == set(registry.hub.snapshot.servers)
+
+
+async def test_rb02_a_view_after_a_loss_is_marked_partial(registry: Registry, key: IdentityKey) -> None:
+    """While servers have not had time to renew their leases, nobody may take a gap for a gap."""
+
+    def partial() -> bool:
+        return registry.hub.partial
+
+    assert await registry.shown() == {}
+    assert partial()
+    registry.time_s += TTL_S
+    assert not partial()
+    stream = registry.stream()
+    await stream.receive(record(key))
+    await registry.shown()
+    assert not partial()
+    registry.leases.lose_everything()
+    assert await registry.shown()
+    assert partial()
+    await stream.receive(heartbeat())
+    registry.time_s += TTL_S - 1
+    assert await registry.shown()
+    registry.time_s += 1
+    assert not partial()
+
+
+async def test_a_registry_that_restarts_on_full_stores_knows_all(registry: Registry, key: IdentityKey) -> None:
+    await registry.stream().receive(record(key))
+    again = SwarmHub(
+        registry.leases, registry.watchers, lease_ttl_s=TTL_S, poll_s=0.1, monotonic_s=lambda: registry.time_s
+    )
+    await again.refresh()
+    assert set(again.snapshot.servers) == {key.server_id}
+    assert not again.partial

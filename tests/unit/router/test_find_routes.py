@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
+from services.router.domain.carrying import CARRY_S
 from services.router.domain.routes import Wish, find_routes
 from services.router.registry_client import SwarmPicture
 from services.router.service import RouterService
 from shoal.swarm.costs import RouteRequest
-from shoal.swarm.snapshot import Delta, ModelKey, ServerState, SwarmSnapshot
+from shoal.swarm.snapshot import Delta, Load, ModelKey, ServerState, SwarmSnapshot
 from shoal.swarm.spans import Span
 from shoal.v1 import registry_pb2, router_pb2
 from shoal.wire.clock import now_s, to_duration
@@ -105,8 +107,8 @@ class TestPicture:
     def setup_method(self) -> None:
         self.a, self.b = make_signed_server(0, 2), make_signed_server(2, 4)
 
-    def snapshot_frame(self, revision: int, *servers: object) -> registry_pb2.WatchSwarmResponse:
-        snapshot = SwarmSnapshot.of(servers, revision, "e")  # type: ignore[arg-type]
+    def snapshot_frame(self, revision: int, *servers: object, epoch: str = "e") -> registry_pb2.WatchSwarmResponse:
+        snapshot = SwarmSnapshot.of(servers, revision, epoch)  # type: ignore[arg-type]
         return registry_pb2.WatchSwarmResponse(snapshot=snapshot_to_proto(snapshot))
 
     def delta_frame(self, delta: Delta) -> registry_pb2.WatchSwarmResponse:
@@ -117,7 +119,8 @@ class TestPicture:
             for frame in frames:
                 yield frame
 
-        return SwarmPicture(stream, 1.0)
+        self.time_s = 100.0
+        return SwarmPicture(stream, 1.0, monotonic_s=lambda: self.time_s)
 
     async def test_it_follows_snapshot_and_changes_and_keeps_the_last(self) -> None:
         away = Delta(1, 2, (self.b,), (self.a.server_id,))
@@ -144,3 +147,32 @@ class TestPicture:
         await picture.follow()
         assert set(picture.snapshot.servers) == {self.a.server_id}
         assert picture.snapshot.servers[self.a.server_id].state is ServerState.ONLINE
+
+    async def test_cp03_servers_of_a_lost_store_are_carried_on_for_a_while(self) -> None:
+        picture = self.picture(
+            self.snapshot_frame(9, self.a, self.b),
+            self.snapshot_frame(0, epoch="new"),
+            self.delta_frame(Delta(0, 1, (replace(self.a, load=Load(7)),))),
+        )
+        await picture.follow()
+        assert set(picture.snapshot.servers) == {self.a.server_id, self.b.server_id}
+        assert picture.snapshot.servers[self.a.server_id].load == Load(7)
+        assert (picture.snapshot.partial, picture.snapshot.epoch) == (True, "new")
+        self.time_s += CARRY_S
+        assert set(picture.snapshot.servers) == {self.a.server_id}
+        assert not picture.snapshot.partial
+
+    async def test_who_says_good_bye_is_not_carried_on(self) -> None:
+        picture = self.picture(
+            self.snapshot_frame(9, self.a, self.b),
+            self.snapshot_frame(0, epoch="new"),
+            self.delta_frame(Delta(0, 1, (), (self.b.server_id,))),
+        )
+        await picture.follow()
+        assert set(picture.snapshot.servers) == {self.a.server_id}
+
+    async def test_a_registry_that_restarts_on_its_old_store_is_believed_at_once(self) -> None:
+        picture = self.picture(self.snapshot_frame(9, self.a, self.b), self.snapshot_frame(12, self.a))
+        await picture.follow()
+        assert set(picture.snapshot.servers) == {self.a.server_id}
+        assert not picture.snapshot.partial

@@ -77,8 +77,9 @@ class DhtLink:
         Raises:
             Unavailable: if there is none.
         """
-        if self._node is None and wait_s > 0 and self.can_open:
+        if wait_s > 0:
             self.wanted.set()
+        if self._node is None and wait_s > 0 and self.can_open:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._opened.wait()

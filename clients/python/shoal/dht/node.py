@@ -149,6 +149,7 @@ class DhtNode:
         with suppress(Unavailable):
             async with _translated("the libp2p daemon does not end", CLOSE_TIMEOUT_S):
                 await self._p2p.shutdown()
+        _take_failures(self._p2p)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +199,17 @@ def _daemon_arguments(options: NodeOptions) -> dict[str, Any]:
     if options.advertise and port:
         arguments["announce_maddrs"] = [host_address(join_address(host, port))]
     return arguments
+
+
+def _take_failures(p2p: Any) -> None:
+    """Look at how the tasks ended that hivemind starts and forgets.
+
+    Those of a daemon that died have failed; asyncio would report that as an error of the program, at some later time.
+    """
+    control = p2p._client.control
+    for task in (control._read_task, control._write_task):
+        if task is not None and task.done() and not task.cancelled():
+            task.exception()
 
 
 @asynccontextmanager

@@ -453,8 +453,11 @@ class GetCoverageResponse(message.Message):
     MODEL_FIELD_NUMBER: builtins.int
     BLOCKS_FIELD_NUMBER: builtins.int
     REVISION_FIELD_NUMBER: builtins.int
+    PARTIAL_FIELD_NUMBER: builtins.int
     revision: builtins.int
     """Revision that it was computed from."""
+    partial: builtins.bool
+    """The registry lost its leases a moment ago: servers that are there may be missing, and a gap may be none."""
     @builtins.property
     def model(self) -> common_pb2.ModelId:
         """The model that was found."""
@@ -469,10 +472,11 @@ class GetCoverageResponse(message.Message):
         model: common_pb2.ModelId | None = ...,
         blocks: abc.Iterable[swarm_pb2.BlockCoverage] | None = ...,
         revision: builtins.int = ...,
+        partial: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["blocks", b"blocks", "model", b"model", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["blocks", b"blocks", "model", b"model", "partial", b"partial", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
