@@ -28,7 +28,7 @@ from shoal.v1 import common_pb2 as shoal_dot_v1_dot_common__pb2
 from shoal.v1 import swarm_pb2 as shoal_dot_v1_dot_swarm__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bshoal/v1/block_server.proto\x12\x08shoal.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15shoal/v1/common.proto\x1a\x14shoal/v1/swarm.proto\"\xe5\x01\n\x0cInferRequest\x12%\n\x04open\x18\x01 \x01(\x0b\x32\x15.shoal.v1.OpenSessionH\x00\x12%\n\x04step\x18\x02 \x01(\x0b\x32\x15.shoal.v1.StepRequestH\x00\x12&\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x15.shoal.v1.TensorChunkH\x00\x12\'\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x16.shoal.v1.CloseSessionH\x00\x12-\n\x08rollback\x18\x05 \x01(\x0b\x32\x19.shoal.v1.RollbackRequestH\x00\x42\x07\n\x05\x66rame\"\xab\x03\n\x0bOpenSession\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x11\n\tserver_id\x18\x03 \x01(\t\x12 \n\x05model\x18\x04 \x01(\x0b\x32\x11.shoal.v1.ModelId\x12\x1c\n\x04span\x18\x05 \x01(\x0b\x32\x0e.shoal.v1.Span\x12\x14\n\x0c\x62lock_hashes\x18\x06 \x03(\x0c\x12)\n\x10\x61\x63tivation_dtype\x18\x07 \x01(\x0e\x32\x0f.shoal.v1.DType\x12\x1e\n\x05\x63odec\x18\x08 \x01(\x0e\x32\x0f.shoal.v1.Codec\x12\x0c\n\x04rows\x18\t \x01(\r\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x0b \x01(\t\x12\x10\n\x08push_key\x18\x0c \x01(\x0c\x12&\n\x08next_hop\x18\r \x01(\x0b\x32\x14.shoal.v1.PushTarget\x12\x17\n\x0f\x62id_micropoints\x18\x0e \x01(\x04\x12,\n\x08\x64\x65\x61\x64line\x18\x0f \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06ticket\x18\x10 \x01(\t\"W\n\nPushTarget\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0b\x63\x65rtificate\x18\x03 \x01(\x0c\x12\x10\n\x08push_key\x18\x04 \x01(\x0c\"\xdc\x01\n\x0bStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x15\n\rrow_positions\x18\x02 \x03(\r\x12\x13\n\x0brow_lengths\x18\x03 \x03(\r\x12\x19\n\x11\x61\x63knowledged_step\x18\x04 \x01(\x04\x12&\n\x06tensor\x18\x05 \x01(\x0b\x32\x16.shoal.v1.TensorHeader\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\x12\x14\n\x0cinput_digest\x18\x07 \x01(\x0c\x12,\n\x08\x64\x65\x61\x64line\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"9\n\x0bTensorChunk\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"(\n\x0fRollbackRequest\x12\x15\n\rrow_positions\x18\x01 \x03(\r\"\x0e\n\x0c\x43loseSession\"\x97\x02\n\rInferResponse\x12)\n\x06opened\x18\x01 \x01(\x0b\x32\x17.shoal.v1.SessionOpenedH\x00\x12&\n\x04step\x18\x02 \x01(\x0b\x32\x16.shoal.v1.StepResponseH\x00\x12&\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x15.shoal.v1.TensorChunkH\x00\x12)\n\x06\x63losed\x18\x04 \x01(\x0b\x32\x17.shoal.v1.SessionClosedH\x00\x12+\n\x0brolled_back\x18\x05 \x01(\x0b\x32\x14.shoal.v1.RolledBackH\x00\x12*\n\x08progress\x18\x06 \x01(\x0b\x32\x16.shoal.v1.StepProgressH\x00\x42\x07\n\x05\x66rame\"O\n\rSessionOpened\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x11\n\tserver_id\x18\x02 \x01(\t\x12\x19\n\x11\x66ree_token_blocks\x18\x03 \x01(\x04\"\xf8\x01\n\x0cStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x15\n\rrow_positions\x18\x02 \x03(\r\x12&\n\x06tensor\x18\x03 \x01(\x0b\x32\x16.shoal.v1.TensorHeader\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x15\n\routput_digest\x18\x05 \x01(\x0c\x12-\n\nqueue_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x65ngine_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0fpacked_sessions\x18\x08 \x01(\r\"#\n\nRolledBack\x12\x15\n\rrow_positions\x18\x01 \x03(\r\",\n\x0cStepProgress\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x01(\r\"9\n\rSessionClosed\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x19\n\x11\x66ree_token_blocks\x18\x02 \x01(\x04\"(\n\x14GetServerInfoRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\"\xa8\x01\n\x15GetServerInfoResponse\x12(\n\x06record\x18\x01 \x01(\x0b\x32\x18.shoal.v1.SignedEnvelope\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.shoal.v1.ServerState\x12\"\n\x04load\x18\x03 \x01(\x0b\x32\x14.shoal.v1.ServerLoad\x12\x1b\n\x13\x65xecuted_row_blocks\x18\x04 \x01(\x04\x32\xa4\x01\n\x12\x42lockServerService\x12<\n\x05Infer\x12\x16.shoal.v1.InferRequest\x1a\x17.shoal.v1.InferResponse(\x01\x30\x01\x12P\n\rGetServerInfo\x12\x1e.shoal.v1.GetServerInfoRequest\x1a\x1f.shoal.v1.GetServerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bshoal/v1/block_server.proto\x12\x08shoal.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15shoal/v1/common.proto\x1a\x14shoal/v1/swarm.proto\"\xb3\x02\n\x0cInferRequest\x12%\n\x04open\x18\x01 \x01(\x0b\x32\x15.shoal.v1.OpenSessionH\x00\x12%\n\x04step\x18\x02 \x01(\x0b\x32\x15.shoal.v1.StepRequestH\x00\x12&\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x15.shoal.v1.TensorChunkH\x00\x12\'\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x16.shoal.v1.CloseSessionH\x00\x12-\n\x08rollback\x18\x05 \x01(\x0b\x32\x19.shoal.v1.RollbackRequestH\x00\x12%\n\x04link\x18\x06 \x01(\x0b\x32\x15.shoal.v1.LinkRequestH\x00\x12%\n\x04sync\x18\x07 \x01(\x0b\x32\x15.shoal.v1.SyncRequestH\x00\x42\x07\n\x05\x66rame\"\xaa\x04\n\x0bOpenSession\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x11\n\tserver_id\x18\x03 \x01(\t\x12 \n\x05model\x18\x04 \x01(\x0b\x32\x11.shoal.v1.ModelId\x12\x1c\n\x04span\x18\x05 \x01(\x0b\x32\x0e.shoal.v1.Span\x12\x14\n\x0c\x62lock_hashes\x18\x06 \x03(\x0c\x12)\n\x10\x61\x63tivation_dtype\x18\x07 \x01(\x0e\x32\x0f.shoal.v1.DType\x12\x1e\n\x05\x63odec\x18\x08 \x01(\x0e\x32\x0f.shoal.v1.Codec\x12\x0c\n\x04rows\x18\t \x01(\r\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x0b \x01(\t\x12\x10\n\x08push_key\x18\x0c \x01(\x0c\x12&\n\x08next_hop\x18\r \x01(\x0b\x32\x14.shoal.v1.PushTarget\x12\x17\n\x0f\x62id_micropoints\x18\x0e \x01(\x04\x12,\n\x08\x64\x65\x61\x64line\x18\x0f \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06ticket\x18\x10 \x01(\t\x12%\n\x0coutput_codec\x18\x11 \x01(\x0e\x32\x0f.shoal.v1.Codec\x12-\n\ncache_wait\x18\x12 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x08prefixes\x18\x13 \x03(\x0b\x32\x15.shoal.v1.PrefixChain\"\"\n\x0bPrefixChain\x12\x13\n\x0bpage_hashes\x18\x01 \x03(\x0c\"W\n\nPushTarget\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0b\x63\x65rtificate\x18\x03 \x01(\x0c\x12\x10\n\x08push_key\x18\x04 \x01(\x0c\"\x83\x02\n\x0bStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x15\n\rrow_positions\x18\x02 \x03(\r\x12\x13\n\x0brow_lengths\x18\x03 \x03(\r\x12\x19\n\x11\x61\x63knowledged_step\x18\x04 \x01(\x04\x12&\n\x06tensor\x18\x05 \x01(\x0b\x32\x16.shoal.v1.TensorHeader\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\x12\x14\n\x0cinput_digest\x18\x07 \x01(\x0c\x12,\n\x08\x64\x65\x61\x64line\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0brow_sources\x18\t \x03(\r\x12\x10\n\x08truncate\x18\n \x01(\x08\"H\n\x0bTensorChunk\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\r\n\x05\x63rc32\x18\x04 \x01(\x07\"(\n\x0fRollbackRequest\x12\x15\n\rrow_positions\x18\x01 \x03(\r\"U\n\x0bLinkRequest\x12\x10\n\x08push_key\x18\x01 \x01(\x0c\x12&\n\x08next_hop\x18\x02 \x01(\x0b\x32\x14.shoal.v1.PushTarget\x12\x0c\n\x04step\x18\x03 \x01(\x04\"\r\n\x0bSyncRequest\"\x0e\n\x0c\x43loseSession\"\x8c\x03\n\rInferResponse\x12)\n\x06opened\x18\x01 \x01(\x0b\x32\x17.shoal.v1.SessionOpenedH\x00\x12&\n\x04step\x18\x02 \x01(\x0b\x32\x16.shoal.v1.StepResponseH\x00\x12&\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x15.shoal.v1.TensorChunkH\x00\x12)\n\x06\x63losed\x18\x04 \x01(\x0b\x32\x17.shoal.v1.SessionClosedH\x00\x12+\n\x0brolled_back\x18\x05 \x01(\x0b\x32\x14.shoal.v1.RolledBackH\x00\x12*\n\x08progress\x18\x06 \x01(\x0b\x32\x16.shoal.v1.StepProgressH\x00\x12\"\n\x06linked\x18\x07 \x01(\x0b\x32\x10.shoal.v1.LinkedH\x00\x12\"\n\x06synced\x18\x08 \x01(\x0b\x32\x10.shoal.v1.SyncedH\x00\x12+\n\x0bpush_failed\x18\t \x01(\x0b\x32\x14.shoal.v1.PushFailedH\x00\x42\x07\n\x05\x66rame\"f\n\rSessionOpened\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x11\n\tserver_id\x18\x02 \x01(\t\x12\x19\n\x11\x66ree_token_blocks\x18\x03 \x01(\x04\x12\x15\n\rcached_tokens\x18\x04 \x03(\r\"\xf8\x01\n\x0cStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x15\n\rrow_positions\x18\x02 \x03(\r\x12&\n\x06tensor\x18\x03 \x01(\x0b\x32\x16.shoal.v1.TensorHeader\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x15\n\routput_digest\x18\x05 \x01(\x0c\x12-\n\nqueue_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x65ngine_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0fpacked_sessions\x18\x08 \x01(\r\"#\n\nRolledBack\x12\x15\n\rrow_positions\x18\x01 \x03(\r\"\x16\n\x06Linked\x12\x0c\n\x04step\x18\x01 \x01(\x04\"-\n\x06Synced\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x15\n\rrow_positions\x18\x02 \x03(\r\";\n\nPushFailed\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\",\n\x0cStepProgress\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x01(\r\"9\n\rSessionClosed\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x19\n\x11\x66ree_token_blocks\x18\x02 \x01(\x04\"\x89\x01\n\x0bPushRequest\x12\"\n\x04open\x18\x01 \x01(\x0b\x32\x12.shoal.v1.PushOpenH\x00\x12%\n\x04step\x18\x02 \x01(\x0b\x32\x15.shoal.v1.StepRequestH\x00\x12&\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x15.shoal.v1.TensorChunkH\x00\x42\x07\n\x05\x66rame\"U\n\x08PushOpen\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x11\n\tserver_id\x18\x03 \x01(\t\x12\x10\n\x08push_key\x18\x04 \x01(\x0c\"%\n\x0cPushResponse\x12\x15\n\rreceived_step\x18\x01 \x01(\x04\"(\n\x14GetServerInfoRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\"\xa8\x01\n\x15GetServerInfoResponse\x12(\n\x06record\x18\x01 \x01(\x0b\x32\x18.shoal.v1.SignedEnvelope\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.shoal.v1.ServerState\x12\"\n\x04load\x18\x03 \x01(\x0b\x32\x14.shoal.v1.ServerLoad\x12\x1b\n\x13\x65xecuted_row_blocks\x18\x04 \x01(\x04\x32\xdf\x01\n\x12\x42lockServerService\x12<\n\x05Infer\x12\x16.shoal.v1.InferRequest\x1a\x17.shoal.v1.InferResponse(\x01\x30\x01\x12\x39\n\x04Push\x12\x15.shoal.v1.PushRequest\x1a\x16.shoal.v1.PushResponse(\x01\x30\x01\x12P\n\rGetServerInfo\x12\x1e.shoal.v1.GetServerInfoRequest\x1a\x1f.shoal.v1.GetServerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,35 +36,53 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shoal.v1.block_server_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_INFERREQUEST']._serialized_start=152
-  _globals['_INFERREQUEST']._serialized_end=381
-  _globals['_OPENSESSION']._serialized_start=384
-  _globals['_OPENSESSION']._serialized_end=811
-  _globals['_PUSHTARGET']._serialized_start=813
-  _globals['_PUSHTARGET']._serialized_end=900
-  _globals['_STEPREQUEST']._serialized_start=903
-  _globals['_STEPREQUEST']._serialized_end=1123
-  _globals['_TENSORCHUNK']._serialized_start=1125
-  _globals['_TENSORCHUNK']._serialized_end=1182
-  _globals['_ROLLBACKREQUEST']._serialized_start=1184
-  _globals['_ROLLBACKREQUEST']._serialized_end=1224
-  _globals['_CLOSESESSION']._serialized_start=1226
-  _globals['_CLOSESESSION']._serialized_end=1240
-  _globals['_INFERRESPONSE']._serialized_start=1243
-  _globals['_INFERRESPONSE']._serialized_end=1522
-  _globals['_SESSIONOPENED']._serialized_start=1524
-  _globals['_SESSIONOPENED']._serialized_end=1603
-  _globals['_STEPRESPONSE']._serialized_start=1606
-  _globals['_STEPRESPONSE']._serialized_end=1854
-  _globals['_ROLLEDBACK']._serialized_start=1856
-  _globals['_ROLLEDBACK']._serialized_end=1891
-  _globals['_STEPPROGRESS']._serialized_start=1893
-  _globals['_STEPPROGRESS']._serialized_end=1937
-  _globals['_SESSIONCLOSED']._serialized_start=1939
-  _globals['_SESSIONCLOSED']._serialized_end=1996
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=1998
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=2038
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=2041
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=2209
-  _globals['_BLOCKSERVERSERVICE']._serialized_start=2212
-  _globals['_BLOCKSERVERSERVICE']._serialized_end=2376
+  _globals['_INFERREQUEST']._serialized_end=459
+  _globals['_OPENSESSION']._serialized_start=462
+  _globals['_OPENSESSION']._serialized_end=1016
+  _globals['_PREFIXCHAIN']._serialized_start=1018
+  _globals['_PREFIXCHAIN']._serialized_end=1052
+  _globals['_PUSHTARGET']._serialized_start=1054
+  _globals['_PUSHTARGET']._serialized_end=1141
+  _globals['_STEPREQUEST']._serialized_start=1144
+  _globals['_STEPREQUEST']._serialized_end=1403
+  _globals['_TENSORCHUNK']._serialized_start=1405
+  _globals['_TENSORCHUNK']._serialized_end=1477
+  _globals['_ROLLBACKREQUEST']._serialized_start=1479
+  _globals['_ROLLBACKREQUEST']._serialized_end=1519
+  _globals['_LINKREQUEST']._serialized_start=1521
+  _globals['_LINKREQUEST']._serialized_end=1606
+  _globals['_SYNCREQUEST']._serialized_start=1608
+  _globals['_SYNCREQUEST']._serialized_end=1621
+  _globals['_CLOSESESSION']._serialized_start=1623
+  _globals['_CLOSESESSION']._serialized_end=1637
+  _globals['_INFERRESPONSE']._serialized_start=1640
+  _globals['_INFERRESPONSE']._serialized_end=2036
+  _globals['_SESSIONOPENED']._serialized_start=2038
+  _globals['_SESSIONOPENED']._serialized_end=2140
+  _globals['_STEPRESPONSE']._serialized_start=2143
+  _globals['_STEPRESPONSE']._serialized_end=2391
+  _globals['_ROLLEDBACK']._serialized_start=2393
+  _globals['_ROLLEDBACK']._serialized_end=2428
+  _globals['_LINKED']._serialized_start=2430
+  _globals['_LINKED']._serialized_end=2452
+  _globals['_SYNCED']._serialized_start=2454
+  _globals['_SYNCED']._serialized_end=2499
+  _globals['_PUSHFAILED']._serialized_start=2501
+  _globals['_PUSHFAILED']._serialized_end=2560
+  _globals['_STEPPROGRESS']._serialized_start=2562
+  _globals['_STEPPROGRESS']._serialized_end=2606
+  _globals['_SESSIONCLOSED']._serialized_start=2608
+  _globals['_SESSIONCLOSED']._serialized_end=2665
+  _globals['_PUSHREQUEST']._serialized_start=2668
+  _globals['_PUSHREQUEST']._serialized_end=2805
+  _globals['_PUSHOPEN']._serialized_start=2807
+  _globals['_PUSHOPEN']._serialized_end=2892
+  _globals['_PUSHRESPONSE']._serialized_start=2894
+  _globals['_PUSHRESPONSE']._serialized_end=2931
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=2933
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=2973
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=2976
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=3144
+  _globals['_BLOCKSERVERSERVICE']._serialized_start=3147
+  _globals['_BLOCKSERVERSERVICE']._serialized_end=3370
 # @@protoc_insertion_point(module_scope)

@@ -33,6 +33,8 @@ class InferRequest(message.Message):
     CHUNK_FIELD_NUMBER: builtins.int
     CLOSE_FIELD_NUMBER: builtins.int
     ROLLBACK_FIELD_NUMBER: builtins.int
+    LINK_FIELD_NUMBER: builtins.int
+    SYNC_FIELD_NUMBER: builtins.int
     @builtins.property
     def open(self) -> OpenSession:
         """First message of the stream, exactly once."""
@@ -53,6 +55,14 @@ class InferRequest(message.Message):
     def rollback(self) -> RollbackRequest:
         """Forget the last tokens of rows. Not sent while a step is under way."""
 
+    @builtins.property
+    def link(self) -> LinkRequest:
+        """From now on steps come from the hop before, outputs go to the next hop too. Not sent while a step is under way."""
+
+    @builtins.property
+    def sync(self) -> SyncRequest:
+        """Ends all pushing, and asks where the session stands once everything that has come is computed and answered."""
+
     def __init__(
         self,
         *,
@@ -61,12 +71,14 @@ class InferRequest(message.Message):
         chunk: TensorChunk | None = ...,
         close: CloseSession | None = ...,
         rollback: RollbackRequest | None = ...,
+        link: LinkRequest | None = ...,
+        sync: SyncRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "close", b"close", "frame", b"frame", "open", b"open", "rollback", b"rollback", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "close", b"close", "frame", b"frame", "link", b"link", "open", b"open", "rollback", b"rollback", "step", b"step", "sync", b"sync"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "close", b"close", "frame", b"frame", "open", b"open", "rollback", b"rollback", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "close", b"close", "frame", b"frame", "link", b"link", "open", b"open", "rollback", b"rollback", "step", b"step", "sync", b"sync"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = typing.Literal["open", "step", "chunk", "close", "rollback"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = typing.Literal["open", "step", "chunk", "close", "rollback", "link", "sync"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -92,6 +104,9 @@ class OpenSession(message.Message):
     BID_MICROPOINTS_FIELD_NUMBER: builtins.int
     DEADLINE_FIELD_NUMBER: builtins.int
     TICKET_FIELD_NUMBER: builtins.int
+    OUTPUT_CODEC_FIELD_NUMBER: builtins.int
+    CACHE_WAIT_FIELD_NUMBER: builtins.int
+    PREFIXES_FIELD_NUMBER: builtins.int
     protocol: builtins.int
     """Wire protocol of the client."""
     session_id: builtins.str
@@ -101,7 +116,7 @@ class OpenSession(message.Message):
     activation_dtype: common_pb2.DType.ValueType
     """Element type of activations, both ways."""
     codec: common_pb2.Codec.ValueType
-    """Codec of activations, both ways."""
+    """Codec of activations, both ways unless `output_codec` says otherwise."""
     rows: builtins.int
     """Rows (sequences) of the session."""
     max_tokens: builtins.int
@@ -114,6 +129,8 @@ class OpenSession(message.Message):
     """Micropoints offered per 1,000 block-tokens above the base rate."""
     ticket: builtins.str
     """Signed admission ticket (JWT); empty for the free class."""
+    output_codec: common_pb2.Codec.ValueType
+    """Codec of outputs, to the client and to the next hop alike; unspecified means `codec`."""
     @builtins.property
     def model(self) -> common_pb2.ModelId:
         """The model that the client runs."""
@@ -134,6 +151,14 @@ class OpenSession(message.Message):
     def deadline(self) -> timestamp_pb2.Timestamp:
         """When the session must have ended; absent for no limit but the server's own."""
 
+    @builtins.property
+    def cache_wait(self) -> duration_pb2.Duration:
+        """How long the session may wait for cache; absent means that it fails at once when there is too little."""
+
+    @builtins.property
+    def prefixes(self) -> containers.RepeatedCompositeFieldContainer[PrefixChain]:
+        """For each row, what its first pages will hold; none at all when prefixes are not to be shared."""
+
     def __init__(
         self,
         *,
@@ -153,10 +178,37 @@ class OpenSession(message.Message):
         bid_micropoints: builtins.int = ...,
         deadline: timestamp_pb2.Timestamp | None = ...,
         ticket: builtins.str = ...,
+        output_codec: common_pb2.Codec.ValueType = ...,
+        cache_wait: duration_pb2.Duration | None = ...,
+        prefixes: abc.Iterable[PrefixChain] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["deadline", b"deadline", "model", b"model", "next_hop", b"next_hop", "span", b"span"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["cache_wait", b"cache_wait", "deadline", b"deadline", "model", b"model", "next_hop", b"next_hop", "span", b"span"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["activation_dtype", b"activation_dtype", "adapter", b"adapter", "bid_micropoints", b"bid_micropoints", "block_hashes", b"block_hashes", "codec", b"codec", "deadline", b"deadline", "max_tokens", b"max_tokens", "model", b"model", "next_hop", b"next_hop", "protocol", b"protocol", "push_key", b"push_key", "rows", b"rows", "server_id", b"server_id", "session_id", b"session_id", "span", b"span", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["activation_dtype", b"activation_dtype", "adapter", b"adapter", "bid_micropoints", b"bid_micropoints", "block_hashes", b"block_hashes", "cache_wait", b"cache_wait", "codec", b"codec", "deadline", b"deadline", "max_tokens", b"max_tokens", "model", b"model", "next_hop", b"next_hop", "output_codec", b"output_codec", "prefixes", b"prefixes", "protocol", b"protocol", "push_key", b"push_key", "rows", b"rows", "server_id", b"server_id", "session_id", b"session_id", "span", b"span", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class PrefixChain(message.Message):
+    """Names the contents of a row's first pages, so that a server which has computed them before need not do it again.
+    Shared only among sessions of one account, on the same blocks in the same numeric class.
+    """
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    PAGE_HASHES_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def page_hashes(self) -> containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """For each full page of 16 tokens, a SHA-256 over the hash before it and all that shapes the page's contents."""
+
+    def __init__(
+        self,
+        *,
+        page_hashes: abc.Iterable[builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["page_hashes", b"page_hashes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -206,6 +258,8 @@ class StepRequest(message.Message):
     DATA_FIELD_NUMBER: builtins.int
     INPUT_DIGEST_FIELD_NUMBER: builtins.int
     DEADLINE_FIELD_NUMBER: builtins.int
+    ROW_SOURCES_FIELD_NUMBER: builtins.int
+    TRUNCATE_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Number of the step: 0 for the first on this server, one more each time. Executed at most once."""
     acknowledged_step: builtins.int
@@ -214,6 +268,10 @@ class StepRequest(message.Message):
     """First bytes of the tensor, at most 512 KiB."""
     input_digest: builtins.bytes
     """SHA-256 of the encoded tensor; empty when receipts are not in use."""
+    truncate: builtins.bool
+    """Whether rows that hold more tokens than `row_positions` forget the rest before the step (speculation); without it
+    that is an error. Done after `row_sources`.
+    """
     @builtins.property
     def row_positions(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
         """For each row, tokens that the server's cache must hold before this step."""
@@ -230,6 +288,10 @@ class StepRequest(message.Message):
     def deadline(self) -> timestamp_pb2.Timestamp:
         """When the answer is no longer wanted."""
 
+    @builtins.property
+    def row_sources(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """For each row, the row whose cache it goes on from, as rows were before the step (beams); empty for its own."""
+
     def __init__(
         self,
         *,
@@ -241,10 +303,12 @@ class StepRequest(message.Message):
         data: builtins.bytes = ...,
         input_digest: builtins.bytes = ...,
         deadline: timestamp_pb2.Timestamp | None = ...,
+        row_sources: abc.Iterable[builtins.int] | None = ...,
+        truncate: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["deadline", b"deadline", "tensor", b"tensor"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["acknowledged_step", b"acknowledged_step", "data", b"data", "deadline", b"deadline", "input_digest", b"input_digest", "row_lengths", b"row_lengths", "row_positions", b"row_positions", "step", b"step", "tensor", b"tensor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["acknowledged_step", b"acknowledged_step", "data", b"data", "deadline", b"deadline", "input_digest", b"input_digest", "row_lengths", b"row_lengths", "row_positions", b"row_positions", "row_sources", b"row_sources", "step", b"step", "tensor", b"tensor", "truncate", b"truncate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -257,22 +321,26 @@ class TensorChunk(message.Message):
     STEP_FIELD_NUMBER: builtins.int
     OFFSET_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
+    CRC32_FIELD_NUMBER: builtins.int
     step: builtins.int
     """The step that it belongs to."""
     offset: builtins.int
     """Where its bytes start in the tensor; chunks come in order without gaps."""
     data: builtins.bytes
     """The bytes, at most 512 KiB."""
+    crc32: builtins.int
+    """CRC-32 (zlib) over `data`; 0 is not checked."""
     def __init__(
         self,
         *,
         step: builtins.int = ...,
         offset: builtins.int = ...,
         data: builtins.bytes = ...,
+        crc32: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["data", b"data", "offset", b"offset", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["crc32", b"crc32", "data", b"data", "offset", b"offset", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -295,6 +363,51 @@ class RollbackRequest(message.Message):
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = typing.Literal["row_positions", b"row_positions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class LinkRequest(message.Message):
+    """Request to take steps from the hop before, or to push outputs to the next hop, or both, from the next step on."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    PUSH_KEY_FIELD_NUMBER: builtins.int
+    NEXT_HOP_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    push_key: builtins.bytes
+    """Secret that the hop before presents; empty if steps come from the client."""
+    step: builtins.int
+    """Number of the next step on this hop, the same on all hops that are linked."""
+    @builtins.property
+    def next_hop(self) -> PushTarget:
+        """Where to push outputs; absent if they go to the client only."""
+
+    def __init__(
+        self,
+        *,
+        push_key: builtins.bytes = ...,
+        next_hop: PushTarget | None = ...,
+        step: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["next_hop", b"next_hop"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["next_hop", b"next_hop", "push_key", b"push_key", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class SyncRequest(message.Message):
+    """Request to stop pushing and to say where the session stands."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -325,6 +438,9 @@ class InferResponse(message.Message):
     CLOSED_FIELD_NUMBER: builtins.int
     ROLLED_BACK_FIELD_NUMBER: builtins.int
     PROGRESS_FIELD_NUMBER: builtins.int
+    LINKED_FIELD_NUMBER: builtins.int
+    SYNCED_FIELD_NUMBER: builtins.int
+    PUSH_FAILED_FIELD_NUMBER: builtins.int
     @builtins.property
     def opened(self) -> SessionOpened:
         """Answer to `open`."""
@@ -349,6 +465,18 @@ class InferResponse(message.Message):
     def progress(self) -> StepProgress:
         """A long step goes on; comes only when more tokens are done than the message before said."""
 
+    @builtins.property
+    def linked(self) -> Linked:
+        """Answer to `link`."""
+
+    @builtins.property
+    def synced(self) -> Synced:
+        """Answer to `sync`."""
+
+    @builtins.property
+    def push_failed(self) -> PushFailed:
+        """An output could not be pushed: the client has to take it, and those after it, to the next hop."""
+
     def __init__(
         self,
         *,
@@ -358,12 +486,15 @@ class InferResponse(message.Message):
         closed: SessionClosed | None = ...,
         rolled_back: RolledBack | None = ...,
         progress: StepProgress | None = ...,
+        linked: Linked | None = ...,
+        synced: Synced | None = ...,
+        push_failed: PushFailed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "closed", b"closed", "frame", b"frame", "opened", b"opened", "progress", b"progress", "rolled_back", b"rolled_back", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "closed", b"closed", "frame", b"frame", "linked", b"linked", "opened", b"opened", "progress", b"progress", "push_failed", b"push_failed", "rolled_back", b"rolled_back", "step", b"step", "synced", b"synced"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "closed", b"closed", "frame", b"frame", "opened", b"opened", "progress", b"progress", "rolled_back", b"rolled_back", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "closed", b"closed", "frame", b"frame", "linked", b"linked", "opened", b"opened", "progress", b"progress", "push_failed", b"push_failed", "rolled_back", b"rolled_back", "step", b"step", "synced", b"synced"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = typing.Literal["opened", "step", "chunk", "closed", "rolled_back", "progress"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = typing.Literal["opened", "step", "chunk", "closed", "rolled_back", "progress", "linked", "synced", "push_failed"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -376,22 +507,30 @@ class SessionOpened(message.Message):
     PROTOCOL_FIELD_NUMBER: builtins.int
     SERVER_ID_FIELD_NUMBER: builtins.int
     FREE_TOKEN_BLOCKS_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
     protocol: builtins.int
     """Wire protocol of the server."""
     server_id: builtins.str
     """The server's identity."""
     free_token_blocks: builtins.int
     """Free KV cache left after the session's reservation, in tokens x blocks."""
+    @builtins.property
+    def cached_tokens(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """For each row, tokens of its `prefixes` that the server holds already: the first step may start at any position up
+        to it. Empty if it holds none.
+        """
+
     def __init__(
         self,
         *,
         protocol: builtins.int = ...,
         server_id: builtins.str = ...,
         free_token_blocks: builtins.int = ...,
+        cached_tokens: abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["free_token_blocks", b"free_token_blocks", "protocol", b"protocol", "server_id", b"server_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["cached_tokens", b"cached_tokens", "free_token_blocks", b"free_token_blocks", "protocol", b"protocol", "server_id", b"server_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -474,6 +613,80 @@ class RolledBack(message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
+class Linked(message.Message):
+    """The session is linked."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """Number of the next step."""
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class Synced(message.Message):
+    """The session takes no pushed steps any more, and all that came before is answered."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    ROW_POSITIONS_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """Number of the next step."""
+    @builtins.property
+    def row_positions(self) -> containers.RepeatedScalarFieldContainer[builtins.int]:
+        """For each row, tokens that the cache holds."""
+
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+        row_positions: abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["row_positions", b"row_positions", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class PushFailed(message.Message):
+    """Pushing has ended with a failure; steps that come are computed and answered to the client as before."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """First step that may not have reached the next hop."""
+    reason: builtins.str
+    """Reason of the error, from the closed list of reasons."""
+    message: builtins.str
+    """The error for people."""
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+        reason: builtins.str = ...,
+        message: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["message", b"message", "reason", b"reason", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
 class StepProgress(message.Message):
     """How far a step is that takes long."""
 
@@ -518,6 +731,94 @@ class SessionClosed(message.Message):
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = typing.Literal["free_token_blocks", b"free_token_blocks", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class PushRequest(message.Message):
+    """Sent by the hop before on a Push stream."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    OPEN_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    CHUNK_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def open(self) -> PushOpen:
+        """First message of the stream, exactly once."""
+
+    @builtins.property
+    def step(self) -> StepRequest:
+        """A step; its tensor starts in this message and goes on in `chunk` messages. One that came before is passed over."""
+
+    @builtins.property
+    def chunk(self) -> TensorChunk:
+        """More bytes of the tensor of the step before."""
+
+    def __init__(
+        self,
+        *,
+        open: PushOpen | None = ...,
+        step: StepRequest | None = ...,
+        chunk: TensorChunk | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "frame", b"frame", "open", b"open", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "frame", b"frame", "open", b"open", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_frame: _TypeAlias = typing.Literal["open", "step", "chunk"]  # noqa: Y015
+    _WhichOneofArgType_frame: _TypeAlias = typing.Literal["frame", b"frame"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
+
+@typing.final
+class PushOpen(message.Message):
+    """Names the session that is pushed into."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    PROTOCOL_FIELD_NUMBER: builtins.int
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    SERVER_ID_FIELD_NUMBER: builtins.int
+    PUSH_KEY_FIELD_NUMBER: builtins.int
+    protocol: builtins.int
+    """Wire protocol of the pushing server."""
+    session_id: builtins.str
+    """The session."""
+    server_id: builtins.str
+    """The server that is meant."""
+    push_key: builtins.bytes
+    """The secret that the client gave to both."""
+    def __init__(
+        self,
+        *,
+        protocol: builtins.int = ...,
+        session_id: builtins.str = ...,
+        server_id: builtins.str = ...,
+        push_key: builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["protocol", b"protocol", "push_key", b"push_key", "server_id", b"server_id", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class PushResponse(message.Message):
+    """Sent on a Push stream when a step has come, and from time to time while the next one has to wait."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    RECEIVED_STEP_FIELD_NUMBER: builtins.int
+    received_step: builtins.int
+    """All steps below this number have come."""
+    def __init__(
+        self,
+        *,
+        received_step: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["received_step", b"received_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -40,6 +40,11 @@ class BlockServerServiceStub:
                 request_serializer=shoal_dot_v1_dot_block__server__pb2.InferRequest.SerializeToString,
                 response_deserializer=shoal_dot_v1_dot_block__server__pb2.InferResponse.FromString,
                 _registered_method=True)
+        self.Push = channel.stream_stream(
+                '/shoal.v1.BlockServerService/Push',
+                request_serializer=shoal_dot_v1_dot_block__server__pb2.PushRequest.SerializeToString,
+                response_deserializer=shoal_dot_v1_dot_block__server__pb2.PushResponse.FromString,
+                _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/shoal.v1.BlockServerService/GetServerInfo',
                 request_serializer=shoal_dot_v1_dot_block__server__pb2.GetServerInfoRequest.SerializeToString,
@@ -53,6 +58,13 @@ class BlockServerServiceServicer:
 
     def Infer(self, request_iterator, context):
         """One session on this server: an opening frame, then steps. The stream's end frees all that the session held.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Push(self, request_iterator, context):
+        """Steps of one session that the hop before pushes straight into it, instead of sending them through the client.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,6 +84,11 @@ def add_BlockServerServiceServicer_to_server(servicer, server):
                     servicer.Infer,
                     request_deserializer=shoal_dot_v1_dot_block__server__pb2.InferRequest.FromString,
                     response_serializer=shoal_dot_v1_dot_block__server__pb2.InferResponse.SerializeToString,
+            ),
+            'Push': grpc.stream_stream_rpc_method_handler(
+                    servicer.Push,
+                    request_deserializer=shoal_dot_v1_dot_block__server__pb2.PushRequest.FromString,
+                    response_serializer=shoal_dot_v1_dot_block__server__pb2.PushResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
@@ -107,6 +124,33 @@ class BlockServerService:
             '/shoal.v1.BlockServerService/Infer',
             shoal_dot_v1_dot_block__server__pb2.InferRequest.SerializeToString,
             shoal_dot_v1_dot_block__server__pb2.InferResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Push(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/shoal.v1.BlockServerService/Push',
+            shoal_dot_v1_dot_block__server__pb2.PushRequest.SerializeToString,
+            shoal_dot_v1_dot_block__server__pb2.PushResponse.FromString,
             options,
             channel_credentials,
             insecure,

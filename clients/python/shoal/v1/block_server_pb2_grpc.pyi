@@ -35,6 +35,8 @@ class BlockServerServiceStub:
     def __new__(cls, channel: _aio.Channel) -> BlockServerServiceAsyncStub: ...
     Infer: _grpc.StreamStreamMultiCallable[_block_server_pb2.InferRequest, _block_server_pb2.InferResponse]
     """One session on this server: an opening frame, then steps. The stream's end frees all that the session held."""
+    Push: _grpc.StreamStreamMultiCallable[_block_server_pb2.PushRequest, _block_server_pb2.PushResponse]
+    """Steps of one session that the hop before pushes straight into it, instead of sending them through the client."""
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_block_server_pb2.GetServerInfoRequest, _block_server_pb2.GetServerInfoResponse]
     """Tells what the server holds and how busy it is."""
 
@@ -45,6 +47,8 @@ class BlockServerServiceAsyncStub(BlockServerServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Infer: _aio.StreamStreamMultiCallable[_block_server_pb2.InferRequest, _block_server_pb2.InferResponse]  # type: ignore[assignment]
     """One session on this server: an opening frame, then steps. The stream's end frees all that the session held."""
+    Push: _aio.StreamStreamMultiCallable[_block_server_pb2.PushRequest, _block_server_pb2.PushResponse]  # type: ignore[assignment]
+    """Steps of one session that the hop before pushes straight into it, instead of sending them through the client."""
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_block_server_pb2.GetServerInfoRequest, _block_server_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """Tells what the server holds and how busy it is."""
 
@@ -58,6 +62,14 @@ class BlockServerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_block_server_pb2.InferResponse], _abc.AsyncIterator[_block_server_pb2.InferResponse]]:
         """One session on this server: an opening frame, then steps. The stream's end frees all that the session held."""
+
+    @_abc_1.abstractmethod
+    def Push(
+        self,
+        request_iterator: _MaybeAsyncIterator[_block_server_pb2.PushRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_block_server_pb2.PushResponse], _abc.AsyncIterator[_block_server_pb2.PushResponse]]:
+        """Steps of one session that the hop before pushes straight into it, instead of sending them through the client."""
 
     @_abc_1.abstractmethod
     def GetServerInfo(

@@ -56,6 +56,12 @@ class _CodecEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_Codec.ValueType]
     """Not set; refused."""
     CODEC_NONE: _Codec.ValueType  # 1
     """Little-endian elements in row-major order, nothing lost."""
+    CODEC_FLOAT16: _Codec.ValueType  # 2
+    """As IEEE 754 binary16."""
+    CODEC_BFLOAT16: _Codec.ValueType  # 3
+    """As bfloat16."""
+    CODEC_INT8_BLOCK64: _Codec.ValueType  # 4
+    """Signed bytes with one scale for each 64 neighbours of a row, and the columns that stick out kept apart."""
 
 class Codec(_Codec, metaclass=_CodecEnumTypeWrapper):
     """How the elements of a tensor are turned into bytes."""
@@ -64,6 +70,12 @@ CODEC_UNSPECIFIED: Codec.ValueType  # 0
 """Not set; refused."""
 CODEC_NONE: Codec.ValueType  # 1
 """Little-endian elements in row-major order, nothing lost."""
+CODEC_FLOAT16: Codec.ValueType  # 2
+"""As IEEE 754 binary16."""
+CODEC_BFLOAT16: Codec.ValueType  # 3
+"""As bfloat16."""
+CODEC_INT8_BLOCK64: Codec.ValueType  # 4
+"""Signed bytes with one scale for each 64 neighbours of a row, and the columns that stick out kept apart."""
 
 @typing.final
 class Span(message.Message):
