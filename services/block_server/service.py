@@ -16,7 +16,7 @@ from services.chassis.auth import MethodPolicy, allow
 from shoal.swarm.snapshot import Load
 from shoal.v1 import block_server_pb2 as pb
 from shoal.v1 import block_server_pb2_grpc, common_pb2
-from shoal.wire.errors import Exhausted, Unavailable
+from shoal.wire.errors import Exhausted, Unavailable, Unsupported
 from shoal.wire.records import check_protocol, load_to_proto, state_to_proto
 from shoal.wire.tokens import Role
 
@@ -26,7 +26,8 @@ SERVICE = "shoal.v1.BlockServerService"
 def policy() -> Mapping[str, MethodPolicy]:
     """Return who may call what: users, operators and other servers may use all of it."""
     everyone = allow(Role.USER, Role.OPERATOR, Role.SERVER)
-    return MappingProxyType({f"/{SERVICE}/Infer": everyone, f"/{SERVICE}/GetServerInfo": everyone})
+    names = ("Infer", "Push", "GetServerInfo")
+    return MappingProxyType({f"/{SERVICE}/{name}": everyone for name in names})
 
 
 class BlockServer(block_server_pb2_grpc.BlockServerServiceServicer):
@@ -82,6 +83,18 @@ class BlockServer(block_server_pb2_grpc.BlockServerServiceServicer):
             self._streams -= 1
             if not self._streams:
                 self._idle.set()
+
+    async def Push(  # type: ignore[override]  # a writer: grpc.aio takes it as well as a generator
+        self,
+        request_iterator: AsyncIterator[pb.PushRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        """Refuse: no session here takes steps from another server.
+
+        Raises:
+            Unsupported: always.
+        """
+        raise Unsupported("this server takes no pushed steps; send them through the client")
 
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]

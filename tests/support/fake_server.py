@@ -28,7 +28,7 @@ from shoal.swarm.spans import Span
 from shoal.v1 import block_server_pb2 as pb
 from shoal.v1.block_server_pb2_grpc import BlockServerServiceServicer, add_BlockServerServiceServicer_to_server
 from shoal.wire.channels import server_options
-from shoal.wire.errors import ShoalError
+from shoal.wire.errors import ShoalError, Unsupported
 from shoal.wire.identity import IdentityKey
 from shoal.wire.status import abort_with
 from shoal.wire.tensors import TensorAssembler, encode, pieces
@@ -124,6 +124,9 @@ class FakeBlockServer(BlockServerServiceServicer):
     async def stop(self) -> None:
         """Stop at once."""
         await self._grpc.stop(None)
+
+    async def Push(self, request_iterator: AsyncIterator[pb.PushRequest], context: Any) -> None:  # type: ignore
+        raise Unsupported("scripted servers take no pushed steps")
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
         """Not scripted."""
