@@ -145,7 +145,7 @@ class _Server:
         self._membership = membership
         self._facts = facts
         self._lifecycle = Lifecycle()
-        self._servicer = BlockServer(facts, self._lifecycle, self._record)
+        self._servicer = BlockServer(facts, self._lifecycle, self._record, membership.token)
         self._server = self._listen(certificate)
         address = settings.advertise or self._server.address
         announced = Announced(address, certificate.der, settings.public_name, _software())
@@ -178,6 +178,7 @@ class _Server:
             if self._presence is not None:
                 await self._presence.leave()
             await self._server.stop(0)
+            await self._servicer.close()
 
     async def _announce(self) -> None:
         """Announce a change of state; wait for the lease if the registry is there, or nothing else is.

@@ -17,7 +17,8 @@ class Facts:
     """Who the server is, what it holds, and its limits.
 
     `block_hashes` has one SHA-256 for each block of `span`. `max_tensor_bytes` bounds one step's activations.
-    `progress_every_s` is how often a client is told that its long step goes on.
+    `progress_every_s` is how often a client is told that its long step goes on. `push_timeout_s` is how long a next hop
+    may take to acknowledge a step before it counts as out of reach.
     """
 
     server_id: str
@@ -32,6 +33,8 @@ class Facts:
     open_timeout_s: float = 10.0
     progress_every_s: float = 5.0
     max_tensor_bytes: int = 256 * 1024 * 1024
+    max_cache_wait_s: float = 60.0
+    push_timeout_s: float = 5.0
 
 
 class Lifecycle:

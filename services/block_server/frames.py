@@ -17,7 +17,7 @@ from services.block_server.facts import Facts
 from shoal.swarm.spans import Span
 from shoal.v1 import block_server_pb2 as pb
 from shoal.v1 import common_pb2
-from shoal.wire.clock import from_timestamp
+from shoal.wire.clock import from_duration, from_timestamp
 from shoal.wire.errors import (
     BadTensor,
     BlockHashMismatch,
@@ -33,9 +33,11 @@ from shoal.wire.errors import (
 )
 from shoal.wire.records import check_protocol, model_from_proto, span_from_proto
 from shoal.wire.tensors import TensorAssembler, check_codec, dtype_from_wire
+from shoal.wire.tls import certificate_name
 
 _SESSION_ID = re.compile(r"[0-9a-f]{32}")
 _HASH_BYTES = 32
+PUSH_KEY_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +48,26 @@ class SessionPlan:
     span: Span
     rows: int
     max_tokens: int
-    codec: common_pb2.Codec.ValueType
+    output_codec: common_pb2.Codec.ValueType
     deadline_s: float
+    cache_wait_s: float
+    prefixes: tuple[tuple[bytes, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A step that may run. `row_positions` are the positions after it."""
+    """A step that may run.
+
+    First rows go on from `row_sources`, if any are named; then they forget all but `kept` tokens, if that is given;
+    then they take `row_lengths` more and hold `row_positions`.
+    """
 
     step: int
+    row_sources: tuple[int, ...]
+    kept: tuple[int, ...] | None
     row_lengths: tuple[int, ...]
     row_positions: tuple[int, ...]
-    input_digest: bytes
+    wants_digest: bool
     deadline_s: float
 
 
@@ -80,39 +90,92 @@ def check_open(opening: pb.OpenSession, facts: Facts, now_s: float) -> SessionPl
     _check_hashes(opening.block_hashes, span, facts)
     _check_formats(opening, facts)
     _check_sizes(opening, facts)
-    deadline_s = _deadline(opening, now_s)
-    return SessionPlan(opening.session_id, span, opening.rows, opening.max_tokens, opening.codec, deadline_s)
+    check_link(opening.push_key, opening.next_hop if opening.HasField("next_hop") else None)
+    return SessionPlan(
+        session_id=opening.session_id,
+        span=span,
+        rows=opening.rows,
+        max_tokens=opening.max_tokens,
+        output_codec=opening.output_codec or opening.codec,
+        deadline_s=_deadline(opening, now_s),
+        cache_wait_s=min(from_duration(opening.cache_wait), facts.max_cache_wait_s),
+        prefixes=_prefixes(opening),
+    )
 
 
-def check_step(
-    request: pb.StepRequest, plan: SessionPlan, positions: Sequence[int], number: int, now_s: float
-) -> StepPlan:
-    """Check a step: it must be step `number`, on rows that hold `positions` tokens.
+def check_link(push_key: bytes, target: pb.PushTarget | None) -> None:
+    """Check where steps are to come from and outputs to go.
+
+    Raises:
+        InvalidRequest: if a secret is too short, or the next hop is not named in full.
+    """
+    if push_key and len(push_key) < PUSH_KEY_BYTES:
+        raise InvalidRequest(f"push_key needs at least {PUSH_KEY_BYTES} random bytes")
+    if target is None:
+        return
+    host, _, port = target.address.rpartition(":")
+    if not (target.server_id and host and port.isdecimal() and 0 < int(port) < 65536):
+        raise InvalidRequest("next_hop needs a server id and an address HOST:PORT")
+    if len(target.push_key) < PUSH_KEY_BYTES:
+        raise InvalidRequest(f"next_hop needs a push_key of at least {PUSH_KEY_BYTES} random bytes")
+    if certificate_name(target.certificate) != target.server_id:
+        raise InvalidRequest("next_hop needs the certificate of the server that it names")
+
+
+def check_lengths(request: pb.StepRequest, plan: SessionPlan) -> None:
+    """Check what can be known of a step wherever the session stands.
+
+    Raises:
+        InvalidRequest: if it is not for all rows, or brings nothing.
+        TooLong: if a row could never hold it.
+    """
+    if len(request.row_positions) != plan.rows or len(request.row_lengths) != plan.rows:
+        raise InvalidRequest(f"row_positions and row_lengths need {plan.rows} entries each, one for each row")
+    after = max(held + new for held, new in zip(request.row_positions, request.row_lengths, strict=True))
+    if after > plan.max_tokens:
+        raise TooLong(f"a row would hold {after} tokens, the session was opened for {plan.max_tokens}")
+    if not any(request.row_lengths):
+        raise InvalidRequest("a step needs at least one token")
+    if request.input_digest and len(request.input_digest) != _HASH_BYTES:
+        raise InvalidRequest("input_digest needs 32 bytes or none")
+    if request.row_sources and (
+        len(request.row_sources) != plan.rows or any(source >= plan.rows for source in request.row_sources)
+    ):
+        raise InvalidRequest(f"row_sources needs a row below {plan.rows} for each of the {plan.rows} rows, or none")
+
+
+def check_order(request: pb.StepRequest, positions: Sequence[int], number: int, now_s: float) -> StepPlan:
+    """Check that a step with good lengths is step `number`, on rows that hold `positions` tokens.
 
     Raises:
         StepOutOfOrder: if number or positions are not the server's; the details have both.
-        InvalidRequest, TooLong, TimedOut: if lengths or deadline are wrong.
+        TimedOut: if its deadline has passed.
     """
     if request.step != number or request.acknowledged_step > number:
         raise StepOutOfOrder(
             f"step {request.step} came, step {number} is next", step=str(number), positions=_text(positions)
         )
-    if len(request.row_positions) != plan.rows or len(request.row_lengths) != plan.rows:
-        raise InvalidRequest(f"row_positions and row_lengths need {plan.rows} entries each, one for each row")
-    if list(request.row_positions) != list(positions):
+    sources = tuple(request.row_sources)
+    held = [positions[source] for source in sources] if sources else list(positions)
+    before = list(request.row_positions)
+    if before != held and not (
+        request.truncate and all(keep <= there for keep, there in zip(before, held, strict=True))
+    ):
         raise StepOutOfOrder(
             "the rows' positions are not the server's; roll back or replay",
             step=str(number),
-            positions=_text(positions),
+            positions=_text(held),
         )
-    after = tuple(held + new for held, new in zip(positions, request.row_lengths, strict=True))
-    if max(after) > plan.max_tokens:
-        raise TooLong(f"a row would hold {max(after)} tokens, the session was opened for {plan.max_tokens}")
-    if not any(request.row_lengths):
-        raise InvalidRequest("a step needs at least one token")
-    if request.input_digest and len(request.input_digest) != _HASH_BYTES:
-        raise InvalidRequest("input_digest needs 32 bytes or none")
-    return StepPlan(number, tuple(request.row_lengths), after, request.input_digest, _deadline(request, now_s))
+    lengths = tuple(request.row_lengths)
+    return StepPlan(
+        step=number,
+        row_sources=sources,
+        kept=tuple(before) if before != held else None,
+        row_lengths=lengths,
+        row_positions=tuple(start + new for start, new in zip(before, lengths, strict=True)),
+        wants_digest=bool(request.input_digest),
+        deadline_s=_deadline(request, now_s),
+    )
 
 
 def check_rollback(request: pb.RollbackRequest, positions: Sequence[int]) -> tuple[int, ...]:
@@ -158,7 +221,7 @@ def check_chunk(chunk: pb.TensorChunk, number: int) -> None:
         raise StepOutOfOrder(f"a chunk of step {chunk.step} came during step {number}", step=str(number))
 
 
-def finish_tensor(assembler: TensorAssembler, plan: StepPlan) -> torch.Tensor:
+def finish_tensor(assembler: TensorAssembler, request: pb.StepRequest) -> torch.Tensor:
     """Return the step's activations `[tokens, hidden]`.
 
     NaN and infinity are refused: they would spoil the session's cache for good, and the answer would blame this
@@ -169,7 +232,7 @@ def finish_tensor(assembler: TensorAssembler, plan: StepPlan) -> torch.Tensor:
         Corrupted: if checksum or digest do not fit.
     """
     hidden = assembler.tensor()
-    if plan.input_digest and hashlib.sha256(hidden.view(torch.uint8).numpy().data).digest() != plan.input_digest:
+    if request.input_digest and hashlib.sha256(assembler.encoded).digest() != request.input_digest:
         raise Corrupted("the step's bytes do not fit input_digest; they changed on the way")
     if not bool(torch.isfinite(hidden).all()):
         raise BadTensor("the step's activations have NaN or infinity")
@@ -190,12 +253,20 @@ def _check_formats(opening: pb.OpenSession, facts: Facts) -> None:
     if dtype_from_wire(opening.activation_dtype) != facts.dtype:
         raise Unsupported(f"this server takes activations only as {facts.dtype}")
     check_codec(opening.codec)
+    check_codec(opening.output_codec or opening.codec)
     if opening.adapter:
         raise Unsupported("this server has no adapters")
-    if opening.push_key or opening.HasField("next_hop"):
-        raise Unsupported("this server does not push to a next hop; leave push_key and next_hop out")
     if opening.bid_micropoints or opening.ticket:
         raise Unsupported("points are not in use here; leave bid_micropoints and ticket out")
+
+
+def _prefixes(opening: pb.OpenSession) -> tuple[tuple[bytes, ...], ...]:
+    chains = tuple(tuple(chain.page_hashes) for chain in opening.prefixes)
+    if chains and len(chains) != opening.rows:
+        raise InvalidRequest(f"prefixes needs {opening.rows} entries, one for each row, or none")
+    if any(len(digest) != _HASH_BYTES for chain in chains for digest in chain):
+        raise InvalidRequest(f"page_hashes needs {_HASH_BYTES} bytes for each page")
+    return chains
 
 
 def _check_sizes(opening: pb.OpenSession, facts: Facts) -> None:

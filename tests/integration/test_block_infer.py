@@ -24,6 +24,7 @@ from shoal.wire.errors import (
     NotAuthenticated,
     NotPermitted,
     ServerDraining,
+    SessionLost,
     TimedOut,
 )
 from shoal.wire.status import from_rpc_error
@@ -163,7 +164,7 @@ async def test_a_quiet_session_ends_and_deadlines_hold(folder: Path) -> None:
     async with block_rig(folder, "0:2", idle_timeout_s=0.2) as rig, rig.stub() as stub:
         quiet = RawSession(stub, rig.opening())
         await quiet.open()
-        assert isinstance(await refusal(quiet.call), TimedOut)
+        assert isinstance(await refusal(quiet.call), SessionLost)
         await all_free(rig)
         late = RawSession(stub, rig.opening(deadline=to_timestamp(now_s() - 1)))
         await late.call.write(pb.InferRequest(open=rig.opening(deadline=to_timestamp(now_s() - 1))))

@@ -51,6 +51,7 @@ class BlockRig:
     server: ServiceServer
     certificate: Certificate
     signer: TokenSigner
+    free_at_start: int
 
     def token(self, role: Role = Role.USER) -> str:
         """Return an access token."""
@@ -89,10 +90,12 @@ class BlockRig:
 
 
 @asynccontextmanager
-async def block_rig(folder: Path, blocks: str = "", **options: Any) -> AsyncIterator[BlockRig]:
+async def block_rig(
+    folder: Path, blocks: str = "", signer: TokenSigner | None = None, **options: Any
+) -> AsyncIterator[BlockRig]:
     """Run a block server for `blocks` of the model in `folder`; `options` are its settings."""
-    key, signing = IdentityKey.generate(), IdentityKey.generate()
-    signer = TokenSigner(signing, SWARM_ID)
+    key = IdentityKey.generate()
+    signer = signer or TokenSigner(IdentityKey.generate(), SWARM_ID)
     certificate = make_certificate(key.server_id)
     with tempfile.TemporaryDirectory() as state:
         defaults: dict[str, Any] = {"threads": 1, "cache_tokens": 1024, "state_dir": state, "cache_dir": state}
@@ -104,7 +107,11 @@ async def block_rig(folder: Path, blocks: str = "", **options: Any) -> AsyncIter
         checkpoint.opened.clear()
         engine = build_engine(settings, checkpoint, facts)
     lifecycle = Lifecycle()
-    servicer = BlockServer(facts, lifecycle, common_pb2.SignedEnvelope)
+
+    def token() -> str:
+        return signer.issue("server", Role.SERVER, 600, now_s())
+
+    servicer = BlockServer(facts, lifecycle, common_pb2.SignedEnvelope, token)
     servicer.attach(engine)
     lifecycle.state = ServerState.ONLINE
 
@@ -116,9 +123,11 @@ async def block_rig(folder: Path, blocks: str = "", **options: Any) -> AsyncIter
     engine.start()
     await server.start()
     try:
-        yield BlockRig(facts, checkpoint, lifecycle, engine, servicer, server, certificate, signer)
+        free = engine.load().free_token_blocks
+        yield BlockRig(facts, checkpoint, lifecycle, engine, servicer, server, certificate, signer, free)
     finally:
         await server.stop(0)
+        await servicer.close()
         await engine.stop()
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -144,7 +144,7 @@ class FakeBlockServer(BlockServerServiceServicer):
             self.open_sessions -= 1
 
     async def _serve(self, frames: AsyncIterator[pb.InferRequest], context: Any) -> AsyncIterator[pb.InferResponse]:
-        assembler, blocks, request = None, None, pb.StepRequest()
+        assembler, blocks, request, answered = None, None, pb.StepRequest(), 0
         async for frame in frames:
             kind = frame.WhichOneof("frame")
             self.frames.append(str(kind))
@@ -161,6 +161,11 @@ class FakeBlockServer(BlockServerServiceServicer):
                 assert blocks is not None
                 blocks.roll_back(list(frame.rollback.row_positions))
                 yield pb.InferResponse(rolled_back=pb.RolledBack(row_positions=blocks.positions))
+                continue
+            if kind == "sync":
+                assert blocks is not None
+                synced = pb.Synced(step=answered, row_positions=blocks.positions)
+                yield pb.InferResponse(synced=synced)
                 continue
             if kind == "close":
                 yield pb.InferResponse(closed=pb.SessionClosed())
@@ -180,6 +185,7 @@ class FakeBlockServer(BlockServerServiceServicer):
                 if error is not None:
                     await abort_with(context, error)
                 output = blocks(assembler.tensor(), list(request.row_lengths))
+                answered = request.step + 1
                 for answer in _answers(request.step, blocks.positions, output):
                     yield answer
 
@@ -210,6 +216,18 @@ class _Member:
         return
 
 
+class _Carrying(SwarmConnection):
+    """A connection that never lets servers push: scripted ones cannot."""
+
+    @property
+    def config(self) -> SequenceManagerConfig:  # type: ignore[override]
+        return self._config
+
+    @config.setter
+    def config(self, config: SequenceManagerConfig) -> None:
+        self._config = replace(config, push=False)
+
+
 class FakeSwarm:
     """Fake servers over the cuts of a tiny model, and a client model connected to them."""
 
@@ -227,7 +245,7 @@ class FakeSwarm:
         model = RemoteModel(model_key(self.checkpoint, "fp32"), family, torch.float32)
         routes = SnapshotRoutes(SwarmSnapshot.of(self.records))
         member: Any = _Member()
-        return SwarmConnection(LoopThread("fake-client"), model, routes, member, config)
+        return _Carrying(LoopThread("fake-client"), model, routes, member, config)
 
     @property
     def frames(self) -> list[str]:

@@ -57,9 +57,16 @@ class FaultProxy:
         """Reset every open connection."""
         self._loop.run(self._cut_all())
 
+    def refuse(self) -> None:
+        """Take no more connections."""
+        self._loop.run(self._refuse())
+
+    async def _refuse(self) -> None:
+        self._server.close()
+
     def close(self) -> None:
         """Stop listening and reset what is open."""
-        self._server.close()
+        self.refuse()
         self._loop.run(self._cut_all())
         self._loop.run(self._end())
         self._loop.close()

@@ -177,7 +177,7 @@ def test_an_interrupted_step_can_be_tried_again(turns: FakeSwarm) -> None:
     with turns.model.inference_session(max_tokens=8) as session:
         wanted = session.step(hidden)
         session.position = 2
-        work = turns.connection._loop.start(session._step(hidden[0, 2:], (2,)))
+        work = turns.connection._loop.start(session._pipeline.step(hidden[0, 2:], (2,), (), None))
         assert work is not None
         work.cancel()
         turns.connection.run(asyncio.sleep(0.05))

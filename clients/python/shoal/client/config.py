@@ -8,6 +8,8 @@ from shoal.client.failures import Bans
 from shoal.swarm.routing import Route
 from shoal.wire.errors import InvalidRequest
 
+CODECS = ("none", "fp16", "bf16", "int8")
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceManagerConfig:
@@ -26,6 +28,10 @@ class SequenceManagerConfig:
         ban_timeout_s: how long a server that failed is left alone the first time; doubles with each failure in a row.
         session_tokens: cache that a session reserves per row when nothing says how long it will be.
         journal_bytes: memory for each hop's journal; what is beyond goes to a temporary file.
+        push: whether servers hand their outputs straight to the next one; else the client carries them.
+        prefill_chunk_tokens: a longer step goes through the servers in parts of so many tokens, so that one works on
+            the next part while another has the last; 0 sends it whole.
+        codec: how activations travel: `none` as they are; `fp16`, `bf16` and `int8` are smaller and lose a little.
     """
 
     allowed_servers: tuple[str, ...] = ()
@@ -40,22 +46,30 @@ class SequenceManagerConfig:
     ban_timeout_s: float = 5.0
     session_tokens: int = 2048
     journal_bytes: int = 256 * 1024 * 1024
+    push: bool = True
+    prefill_chunk_tokens: int = 128
+    codec: str = "none"
 
     def __post_init__(self) -> None:
         for name in ("connect_timeout_s", "step_timeout_s", "min_backoff_s", "ban_timeout_s", "session_tokens"):
             if getattr(self, name) <= 0:
                 raise InvalidRequest(f"{name} must be greater than zero, got {getattr(self, name)}")
-        for name in ("open_timeout_s", "recovery_timeout_s", "journal_bytes", "max_retries"):
+        names = ("open_timeout_s", "recovery_timeout_s", "journal_bytes", "max_retries", "prefill_chunk_tokens")
+        for name in names:
             if (getattr(self, name) or 0) < 0:
                 raise InvalidRequest(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.codec not in CODECS:
+            raise InvalidRequest(f"codec must be one of {', '.join(CODECS)}, got {self.codec!r}")
 
 
 @dataclass(slots=True)
 class SequenceManagerState:
     """What a client has learned of its swarm. One for a connection and all slices of its blocks.
 
-    Changed on the connection's own thread only.
+    Changed on the connection's own thread only. `unreachable` has pairs of servers of which the first could not
+    push to the second, and until when that is believed (monotonic).
     """
 
     bans: Bans = field(default_factory=Bans)
+    unreachable: dict[tuple[str, str], float] = field(default_factory=dict)
     last_route: Route | None = None

@@ -9,7 +9,6 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
-import secrets
 import time
 import weakref
 from collections.abc import Collection, Coroutine, Sequence
@@ -22,8 +21,9 @@ import torch
 from shoal.client.config import SequenceManagerConfig, SequenceManagerState
 from shoal.client.discovery import Discovery
 from shoal.client.failures import Bans, judge
-from shoal.client.hops import HopStream
+from shoal.client.hops import HopStream, Output
 from shoal.client.journal import Journal
+from shoal.client.links import plan_links
 from shoal.client.loop import LoopThread
 from shoal.client.routes import RouteSource
 from shoal.client.session import InferenceSession
@@ -49,11 +49,18 @@ from shoal.wire.memory import memory_path
 from shoal.wire.records import PROTOCOL, model_to_proto, span_to_proto
 from shoal.wire.status import from_rpc_error
 from shoal.wire.swarm_url import known_peers, resolve_swarm
-from shoal.wire.tensors import dtype_to_wire
+from shoal.wire.tensors import TensorAssembler, dtype_to_wire, encode, pieces
 
 T = TypeVar("T")
 _CLOSE_TIMEOUT_S = 5.0
 _RETIRE_GRACE_S = 60.0
+_UNREACHABLE_S = 300.0
+_CODECS = {
+    "none": common.CODEC_NONE,
+    "fp16": common.CODEC_FLOAT16,
+    "bf16": common.CODEC_BFLOAT16,
+    "int8": common.CODEC_INT8_BLOCK64,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,12 +239,14 @@ class SwarmConnection:
         with contextlib.suppress(ShoalError):
             await self._membership.refresh()
 
-    def streams(self, route: Route, rows: int, max_tokens: int) -> list[HopStream]:
-        """Make a stream for each hop of a route; nothing is sent yet."""
-        session_id = secrets.token_hex(16)
+    def streams(self, route: Route, session_id: str, rows: int, max_tokens: int, push: bool) -> list[HopStream]:
+        """Make a stream for each hop of a route; nothing is sent yet. With `push` each is told the next one."""
         timeouts = (self.config.connect_timeout_s, self.config.step_timeout_s)
+        servers = [hop.server for hop in route.hops]
+        links = plan_links(servers, self.reachable if push else lambda *_: False)
+        codec = _CODECS[self.config.codec]
         streams = []
-        for hop in route.hops:
+        for hop, link in zip(route.hops, links, strict=True):
             server = hop.server
             opening = pb.OpenSession(
                 protocol=PROTOCOL,
@@ -247,13 +256,37 @@ class SwarmConnection:
                 span=span_to_proto(hop.span),
                 block_hashes=[server.block_hash(block) for block in hop.span.blocks()],
                 activation_dtype=dtype_to_wire(self.dtype),
-                codec=common.CODEC_NONE,
+                codec=codec,
                 rows=rows,
                 max_tokens=max_tokens,
+                push_key=link.push_key,
+                next_hop=link.next_hop,
             )
             channel = self._channel(server.server_id, server.address, server.certificate)
-            streams.append(HopStream(hop, channel, opening, timeouts))
+            streams.append(HopStream(hop, channel, opening, self.hidden_size, timeouts))
         return streams
+
+    def as_sent(self, hidden: torch.Tensor) -> Output:
+        """Return activations in the codec of this connection, with the values that come out of it."""
+        header, view = encode(hidden, _CODECS[self.config.codec])
+        if self.config.codec == "none":
+            return Output(hidden, header, view)
+        assembler = TensorAssembler(header, expect_dtype=hidden.dtype, expect_shape=tuple(hidden.shape))
+        for offset, data in pieces(view):
+            assembler.add(offset, data)
+        return Output(assembler.tensor(), header, view)
+
+    def reachable(self, server: Server, following: Server) -> bool:
+        """Tell whether a server may try to push to another one."""
+        until_s = self.state.unreachable.get((server.server_id, following.server_id), 0.0)
+        return until_s <= time.monotonic()
+
+    def note_unreachable(self, server: Server, following: Server) -> None:
+        """Learn that a server could not push to another one."""
+        now_s = time.monotonic()
+        known = {pair: until_s for pair, until_s in self.state.unreachable.items() if until_s > now_s}
+        known[(server.server_id, following.server_id)] = now_s + _UNREACHABLE_S
+        self.state.unreachable = known
 
     def server_info(self, server: Server) -> pb.GetServerInfoResponse:
         """Ask a server what it holds, how busy it is and what it has done.

@@ -1,14 +1,14 @@
 """What a hop was fed, bit for bit, so that another server can be brought to the same state.
 
 Keeps for each row the hidden states that the hop received, as they stood on the wire. What goes beyond `memory_bytes`
-lies in an unnamed temporary file. Not thread-safe: one session's task uses it.
+lies in an unnamed temporary file. Not thread-safe: one session's tasks use it, on one loop.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import BinaryIO
 
 import torch
@@ -23,22 +23,56 @@ class _Piece:
     offset: int = 0
 
 
+class _Row:
+    """The pieces of one row."""
+
+    __slots__ = ("pieces", "tokens")
+
+    def __init__(self, pieces: Sequence[_Piece] = ()) -> None:
+        self.pieces = [replace(piece) for piece in pieces]
+        self.tokens = sum(piece.tokens for piece in self.pieces)
+
+    def append(self, part: torch.Tensor) -> None:
+        """Add tokens `[tokens, hidden]`."""
+        self.pieces.append(_Piece(len(part), part))
+        self.tokens += len(part)
+
+    def truncate(self, keep: int) -> None:
+        """Forget all but the first tokens."""
+        surplus = self.tokens - keep
+        if surplus < 0 or keep < 0:
+            raise ValueError(f"a row of {self.tokens} tokens cannot keep {keep}")
+        self.tokens = keep
+        while surplus:
+            last = self.pieces[-1]
+            dropped = min(surplus, last.tokens)
+            last.tokens -= dropped
+            surplus -= dropped
+            if last.tensor is not None:
+                last.tensor = last.tensor[: last.tokens]
+            if not last.tokens:
+                self.pieces.pop()
+
+
+JournalState = list[_Row]
+
+
 class Journal:
     """Inputs of one hop, row by row."""
 
     def __init__(self, rows: int, hidden_size: int, dtype: torch.dtype, memory_bytes: int) -> None:
-        self._rows: list[list[_Piece]] = [[] for _ in range(rows)]
+        self._rows = [_Row() for _ in range(rows)]
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._memory_bytes = memory_bytes
-        self._in_memory = 0
+        self._added_bytes = 0
         self._file: BinaryIO | None = None
         self._file_end = 0
 
     @property
     def positions(self) -> tuple[int, ...]:
         """Tokens of each row."""
-        return tuple(sum(piece.tokens for piece in row) for row in self._rows)
+        return tuple(row.tokens for row in self._rows)
 
     @property
     def spilled_bytes(self) -> int:
@@ -47,11 +81,12 @@ class Journal:
 
     def append(self, hidden: torch.Tensor, lengths: Sequence[int]) -> None:
         """Take a step's input `[tokens, hidden]`, rows one after the other with these lengths. Not copied."""
-        for row, part in zip(self._rows, torch.split(hidden, list(lengths)), strict=True):
+        parts = (hidden,) if len(self._rows) == 1 else torch.split(hidden, list(lengths))
+        for row, part in zip(self._rows, parts, strict=True):
             if len(part):
-                row.append(_Piece(len(part), part))
-        self._in_memory += hidden.nbytes
-        if self._in_memory > self._memory_bytes:
+                row.append(part)
+        self._added_bytes += hidden.nbytes
+        if self._added_bytes > self._memory_bytes:
             self._spill()
 
     def truncate(self, positions: Sequence[int]) -> None:
@@ -61,29 +96,35 @@ class Journal:
             ValueError: if a row holds fewer.
         """
         for row, keep in zip(self._rows, positions, strict=True):
-            surplus = sum(piece.tokens for piece in row) - keep
-            if surplus < 0 or keep < 0:
-                raise ValueError(f"a row of {surplus + keep} tokens cannot keep {keep}")
-            while surplus:
-                last = row[-1]
-                dropped = min(surplus, last.tokens)
-                if last.tensor is not None:
-                    last.tensor = last.tensor[: last.tokens - dropped]
-                    self._in_memory -= dropped * self._token_bytes
-                last.tokens -= dropped
-                surplus -= dropped
-                if not last.tokens:
-                    row.pop()
+            row.truncate(keep)
 
-    def packed(self) -> torch.Tensor:
-        """Return everything as one step's input `[tokens, hidden]`, rows one after the other."""
-        parts = [self._read(piece) for row in self._rows for piece in row]
+    def reorder(self, sources: Sequence[int]) -> None:
+        """Make each row a copy of the row of `sources`."""
+        self._rows = [_Row(self._rows[source].pieces) for source in sources]
+
+    def state(self) -> JournalState:
+        """Return what `restore` needs to come back to this moment."""
+        return [_Row(row.pieces) for row in self._rows]
+
+    def restore(self, state: JournalState) -> None:
+        """Come back to the moment of `state`."""
+        self._rows = state
+
+    def packed(self, before: Sequence[int], after: Sequence[int]) -> torch.Tensor:
+        """Return tokens `[before, after)` of each row as one step's input `[tokens, hidden]`, row after row."""
+        parts = [
+            part
+            for row, start, end in zip(self._rows, before, after, strict=True)
+            for part in self._slice(row, start, end)
+        ]
+        if len(parts) == 1:
+            return parts[0]
         return torch.cat(parts) if parts else torch.empty(0, self._hidden_size, dtype=self._dtype)
 
     def close(self) -> None:
         """Forget everything and give the disk back."""
-        self._rows = [[] for _ in self._rows]
-        self._in_memory = 0
+        self._rows = [_Row() for _ in self._rows]
+        self._added_bytes = 0
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -92,19 +133,35 @@ class Journal:
     def _token_bytes(self) -> int:
         return self._hidden_size * self._dtype.itemsize
 
+    def _slice(self, row: _Row, start: int, end: int) -> Iterator[torch.Tensor]:
+        found = []
+        at = row.tokens
+        # From the end: what is asked for is the newest, or all.
+        for piece in reversed(row.pieces):
+            at -= piece.tokens
+            if at >= end:
+                continue
+            if at + piece.tokens <= start:
+                break
+            found.append(self._read(piece)[max(0, start - at) : min(piece.tokens, end - at)])
+        return reversed(found)
+
     def _spill(self) -> None:
         """Write all that is in memory to the file: what was fed long ago is read again only after a failure."""
+        held = [piece for row in self._rows for piece in row.pieces if piece.tensor is not None]
+        self._added_bytes = sum(piece.tokens for piece in held) * self._token_bytes
+        if self._added_bytes <= self._memory_bytes:
+            return  # much of it was forgotten since
         if self._file is None:
             self._file = tempfile.TemporaryFile(prefix="shoal-journal-")  # noqa: SIM115 - closed by `close`
-        for row in self._rows:
-            for piece in row:
-                if piece.tensor is not None:
-                    data = piece.tensor.contiguous().view(torch.uint8).numpy().tobytes()
-                    piece.offset, piece.tensor = self._file_end, None
-                    self._file.seek(piece.offset)
-                    self._file.write(data)
-                    self._file_end += len(data)
-        self._in_memory = 0
+        for piece in held:
+            assert piece.tensor is not None
+            data = piece.tensor.contiguous().view(torch.uint8).numpy().tobytes()
+            piece.offset, piece.tensor = self._file_end, None
+            self._file.seek(piece.offset)
+            self._file.write(data)
+            self._file_end += len(data)
+        self._added_bytes = 0
 
     def _read(self, piece: _Piece) -> torch.Tensor:
         if piece.tensor is not None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
-from shoal.client.hops import HopStream
-from shoal.client.journal import Journal
+import torch
+
+from shoal.client.hops import HopStream, StepTiming
+from shoal.client.journal import Journal, JournalState
+from shoal.client.parts import Part
 from shoal.swarm.routing import Hop, Route
 from shoal.swarm.spans import Span
 from shoal.wire.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.client.connection import SwarmConnection
+    from shoal.client.pipeline import Pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +42,68 @@ class Recovery:
     replay_s: float
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A leg at a moment: its blocks, and its journal as it was."""
+
+    span: Span
+    journal: Journal
+    state: JournalState
+
+
+@dataclass(slots=True, eq=False)
 class Leg:
-    """Blocks `span` of a session. `stream` is None while no server holds the state that the journal describes."""
+    """Blocks `span` of a session. `stream` is None while no server holds the state that the journal describes.
+
+    `done` counts the session's parts whose outputs have come from here. `pushes` tells that the server hands its
+    outputs to the next leg's. `fed_s` is when the newest input is known to have gone to the server (monotonic).
+    `lost_to` says why the last server was lost, `weighed` that it was counted. The journal has seen the exchange of
+    rows of all parts below `settled` already, because it was replayed after it.
+    """
 
     span: Span
     journal: Journal
     stream: HopStream | None = None
+    done: int = 0
+    pushes: bool = False
+    fed_s: float = 0.0
+    timing: StepTiming | None = None
     lost_to: ShoalError | None = None
     lost_at_s: float = 0.0
+    weighed: bool = False
+    settled: int = 0
 
-    @property
-    def busy(self) -> bool:
-        """Tell whether a call on the stream was left in the middle."""
-        return self.stream is not None and self.stream.busy
+    @classmethod
+    def restored(cls, saved: Saved, done: int) -> Self:
+        """Return a leg without a server, as it was when it was saved after `done` parts."""
+        saved.journal.restore(saved.state)
+        return cls(saved.span, saved.journal, done=done)
+
+    def save(self) -> Saved:
+        """Return what `restored` needs."""
+        return Saved(self.span, self.journal, self.journal.state())
+
+    def take(self, part: Part, hidden: torch.Tensor) -> None:
+        """Write the input of a part into the journal; rows are exchanged and cut first unless that is done already."""
+        if part.index >= self.settled:
+            if part.sources:
+                self.journal.reorder(part.sources)
+            if part.cut:
+                self.journal.truncate(part.before)
+        self.journal.append(hidden, part.lengths)
+        self.fed_s = time.monotonic()
+
+    def lose(self, error: ShoalError) -> None:
+        """Let go of the server because of an error; harmless when it is gone already."""
+        if self.stream is not None:
+            self.lost_at_s = time.monotonic()
+            self.lost_to = error
+            self.weighed = False
+            self.cut()
 
     def cut(self) -> None:
         """Let go of the server without a word: it frees the session when the stream breaks."""
+        self.pushes = False
         if self.stream is not None:
             self.stream.cut()
             self.stream = None
@@ -65,54 +115,54 @@ class Leg:
         if stream is not None:
             await stream.close()
 
-    async def roll_back(self, positions: Sequence[int]) -> None:
-        """Forget all but the first `positions` tokens of each row; a server that does not follow is let go."""
-        if self.journal.positions == tuple(positions):
-            return
-        self.journal.truncate(positions)
-        if self.stream is not None:
-            try:
-                await self.stream.roll_back(positions)
-            except ShoalError as error:
-                self.lost_to = error
-                self.cut()
 
-
-async def open_legs(connection: SwarmConnection, route: Route, rows: int, max_tokens: int) -> list[Leg]:
+async def open_legs(connection: SwarmConnection, route: Route, pipeline: Pipeline, push: bool) -> list[Leg]:
     """Open a session on all hops of a route at once; when one fails, close the others and raise its error.
+
+    With `push` they are told to hand their outputs on, each to the next.
 
     Raises:
         ShoalError: of the first hop, in route order, that failed.
     """
-    streams = connection.streams(route, rows, max_tokens)
-    results = await asyncio.gather(*(stream.open() for stream in streams), return_exceptions=True)
+    streams = connection.streams(route, pipeline.session_id, pipeline.rows, pipeline.max_tokens, push)
+    results = await asyncio.gather(*(stream.open(pipeline) for stream in streams), return_exceptions=True)
     failed = [result for result in results if isinstance(result, BaseException)]
     if failed:
         await asyncio.gather(*(stream.close() for stream in streams), return_exceptions=True)
         raise next((error for error in failed if isinstance(error, ShoalError)), failed[0])
-    return [Leg(stream.hop.span, connection.new_journal(rows), stream) for stream in streams]
+    return [
+        Leg(
+            stream.hop.span,
+            connection.new_journal(pipeline.rows),
+            stream,
+            pushes=stream.opening.HasField("next_hop"),
+        )
+        for stream in streams
+    ]
 
 
-async def replay(legs: Sequence[Leg], journal: Journal) -> int:
-    """Feed a lost leg's journal, as one prefill, through the legs that take its place; return its tokens.
+async def replay(legs: Sequence[Leg], journal: Journal, positions: Sequence[int]) -> int:
+    """Feed the first `positions` tokens of a lost leg's journal, as one prefill, through the legs in its place.
+
+    Returns how many tokens that were. The journal stays as it is, to be the first one's.
 
     Raises:
         ShoalError: what a server answered; all the legs are let go then.
     """
-    lengths = journal.positions
-    if not any(lengths):
+    nothing = (0,) * len(positions)
+    part = Part(0, nothing, tuple(positions))
+    if not part.tokens:
         return 0
-    hidden = journal.packed()
-    nothing = (0,) * len(lengths)
+    hidden = journal.packed(nothing, positions)
     try:
-        for leg in legs:
+        for number, leg in enumerate(legs):
             assert leg.stream is not None
-            output, _ = await leg.stream.step(hidden, nothing, lengths)
-            leg.journal.append(hidden, lengths)
-            hidden = output
+            if number:
+                leg.journal.append(hidden, positions)
+            hidden = (await leg.stream.call(part, hidden, ops=False)).hidden
     except BaseException:
         for leg in legs:
             leg.cut()
             leg.journal.close()
         raise
-    return sum(lengths)
+    return part.tokens

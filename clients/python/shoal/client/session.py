@@ -1,14 +1,10 @@
 """An inference session: the positions that all hops share, and steps that go on when servers fail.
 
-A session is a list of legs, each a range of blocks with its journal and, while its server holds the state, a stream.
-A leg without a stream is restored before it is used: planned anew, opened, fed its journal. Opening a session is
-restoring one leg that covers everything and has an empty journal.
+What callers see; `Pipeline` does the work on the connection's thread.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from types import TracebackType
@@ -16,14 +12,13 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from shoal.client.failures import Verdict, judge
 from shoal.client.fed import FedIds
 from shoal.client.hops import StepTiming
-from shoal.client.legs import Leg, Recovery, open_legs, replay
-from shoal.client.retry import Retry
+from shoal.client.legs import Recovery
+from shoal.client.pipeline import Pipeline
 from shoal.swarm.routing import Hop
 from shoal.swarm.spans import Span
-from shoal.wire.errors import BadTensor, InvalidRequest, NotAuthenticated, SessionLost, ShoalError, TooLong
+from shoal.wire.errors import BadTensor, InvalidRequest, SessionLost, TooLong
 
 if TYPE_CHECKING:
     from shoal.client.connection import SwarmConnection
@@ -51,22 +46,34 @@ class InferenceSession:
 
     def __init__(self, connection: SwarmConnection, span: Span, rows: int, max_tokens: int) -> None:
         self.connection = connection
-        self._legs = [Leg(span, connection.new_journal(rows))]
+        # Streams know the pipeline, never the session: it can be collected, and is closed then.
+        self._pipeline = Pipeline(connection, span, rows, max_tokens)
         self._closed = False
-        self._prompt_tokens = 1
         self._outer: Token[InferenceSession | None] | None = None
         self.fed = FedIds()
         self.span = span
         self.max_tokens = max_tokens
-        self.positions: tuple[int, ...] = (0,) * rows
-        self.timings: tuple[StepTiming, ...] = ()
-        self.recoveries: list[Recovery] = []
         self.embed: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Tokens held by each row."""
+        return self._pipeline.positions
 
     @property
     def rows(self) -> int:
         """Number of sequences."""
-        return len(self.positions)
+        return self._pipeline.rows
+
+    @property
+    def timings(self) -> tuple[StepTiming, ...]:
+        """What each server reported of its newest step, in block order."""
+        return tuple(leg.timing for leg in self._pipeline.legs if leg.timing is not None)
+
+    @property
+    def recoveries(self) -> list[Recovery]:
+        """The servers that were replaced so far."""
+        return self._pipeline.recoveries
 
     @property
     def position(self) -> int:
@@ -82,7 +89,7 @@ class InferenceSession:
     @property
     def hops(self) -> tuple[Hop, ...]:
         """The servers that hold the session now, in block order."""
-        return tuple(leg.stream.hop for leg in self._legs if leg.stream is not None)
+        return tuple(leg.stream.hop for leg in self._pipeline.legs if leg.stream is not None)
 
     @property
     def closed(self) -> bool:
@@ -110,13 +117,42 @@ class InferenceSession:
         packed = self.step_packed(hidden.reshape(-1, hidden.shape[-1]), (tokens,) * self.rows)
         return packed.view_as(hidden)
 
-    def step_packed(self, hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    def step_packed(
+        self,
+        hidden: torch.Tensor,
+        lengths: Sequence[int],
+        *,
+        sources: Sequence[int] = (),
+        kept: Sequence[int] | None = None,
+    ) -> torch.Tensor:
         """Send ragged rows `[tokens, hidden]`, row after row with these lengths, through all blocks.
+
+        Args:
+            hidden: the rows' new tokens.
+            lengths: how many each row brings.
+            sources: for each row, the row whose tokens it goes on from (beams); none means its own.
+            kept: then, for each row, how many of them it keeps (speculation); None means all.
 
         Raises: as `step`.
         """
-        self._check_step(hidden, lengths)
-        return self.connection.run(self._step(hidden.detach(), tuple(lengths)))
+        self._check_rows(sources, kept)
+        self._check_step(hidden, lengths, self._held(sources, kept))
+        kept = None if kept is None else tuple(kept)
+        return self.connection.run(self._pipeline.step(hidden.detach(), tuple(lengths), tuple(sources), kept))
+
+    def _held(self, sources: Sequence[int], kept: Sequence[int] | None) -> Sequence[int]:
+        if kept is not None:
+            return kept
+        return [self.positions[source] for source in sources] if sources else self.positions
+
+    def _check_rows(self, sources: Sequence[int], kept: Sequence[int] | None) -> None:
+        if sources and (len(sources) != self.rows or any(not 0 <= source < self.rows for source in sources)):
+            raise InvalidRequest(f"sources must name one of the {self.rows} rows for each of them, got {list(sources)}")
+        held = self._held(sources, None)
+        if kept is not None and (
+            len(kept) != self.rows or any(not 0 <= keep <= there for keep, there in zip(kept, held, strict=True))
+        ):
+            raise InvalidRequest(f"rows hold {list(held)} tokens and cannot keep {list(kept)}")
 
     def roll_back(self, positions: Sequence[int]) -> None:
         """Make each row forget all but its first `positions` tokens, on all servers and in the journal.
@@ -129,8 +165,7 @@ class InferenceSession:
         if len(wanted) != self.rows or any(not 0 <= n <= held for n, held in zip(wanted, self.positions, strict=True)):
             raise InvalidRequest(f"rows hold {self.positions} tokens and cannot be rolled back to {wanted}")
         if wanted != self.positions:
-            self.positions = wanted
-            self.connection.run(self._unwind())
+            self.connection.run(self._pipeline.roll_back(wanted))
 
     def open(self, prompt_tokens: int = 1) -> Self:
         """Open the session on its servers now instead of at the first step.
@@ -138,129 +173,15 @@ class InferenceSession:
         Raises:
             NoRoute, CacheFull, ...: when the time for opening is over.
         """
-        self._prompt_tokens = prompt_tokens
-        self.connection.run(self._open())
+        self._pipeline.prompt_tokens = prompt_tokens
+        self.connection.run(self._pipeline.open())
         return self
-
-    async def _open(self) -> None:
-        await self._restore(0, self._retry(self.connection.config.open_timeout_s))
-
-    def _retry(self, timeout_s: float) -> Retry:
-        return Retry(self.connection.config, timeout_s, time.monotonic())
-
-    async def _step(self, hidden: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
-        retry = self._retry(self.connection.config.recovery_timeout_s)
-        timings: list[StepTiming] = []
-        index = 0
-        try:
-            while index < len(self._legs):
-                leg = self._legs[index]
-                if leg.stream is None:
-                    await self._restore(index, retry)
-                    continue
-                try:
-                    output, timing = await leg.stream.step(hidden, self.positions, lengths)
-                except ShoalError as error:
-                    await self._failed(leg, error, retry)
-                    continue
-                leg.journal.append(hidden, lengths)
-                timings.append(timing)
-                hidden, index = output, index + 1
-        except ShoalError:
-            await self._unwind()
-            raise
-        except BaseException:
-            self._cut_ahead()
-            raise
-        self.positions = tuple(held + new for held, new in zip(self.positions, lengths, strict=True))
-        self.timings = tuple(timings)
-        return hidden
-
-    async def _failed(self, leg: Leg, error: ShoalError, retry: Retry) -> None:
-        """Take a leg's server out of the session; pause if the budget says so.
-
-        Raises:
-            ShoalError: if nobody may try again.
-        """
-        leg.lost_at_s = time.monotonic()
-        leg.lost_to = error
-        leg.cut()
-        if self._closed:
-            raise SessionLost("the session was closed")
-        await self._weigh(error, retry)
-
-    async def _weigh(self, error: ShoalError, retry: Retry) -> None:
-        if isinstance(error, NotAuthenticated):
-            if any(isinstance(earlier, NotAuthenticated) for earlier in retry.failures):
-                raise error
-            await self.connection.renew_token()
-        self.connection.note_failure(error)
-        await asyncio.sleep(retry.failed(error, time.monotonic()))
-
-    async def _restore(self, index: int, retry: Retry) -> None:
-        """Put servers in place of a leg that has none: plan, open, replay; again until it holds or the budget ends."""
-        lost = self._legs[index]
-        passed_over: set[str] = set()
-        while True:
-            planned_s = time.monotonic()
-            try:
-                route = await self.connection.plan(
-                    lost.span, self.rows, self.max_tokens, self._prompt_tokens, passed_over
-                )
-                routed_s = time.monotonic()
-                legs = await open_legs(self.connection, route, self.rows, self.max_tokens)
-                opened_s = time.monotonic()
-                tokens = await replay(legs, lost.journal)
-            except ShoalError as error:
-                if judge(error) is Verdict.BUSY and "server_id" in error.details:
-                    passed_over.add(error.details["server_id"])
-                else:
-                    passed_over.clear()
-                await self._weigh(error, retry)
-                continue
-            break
-        if self._closed:
-            for leg in legs:
-                leg.cut()
-            raise SessionLost("the session was closed")
-        for leg in legs:
-            if leg.stream is not None:
-                self.connection.note_success(leg.stream.hop.server.server_id)
-        self._legs[index : index + 1] = legs
-        lost.journal.close()
-        if lost.lost_to is not None:
-            done_s = time.monotonic()
-            self.recoveries.append(
-                Recovery(
-                    server_id=lost.lost_to.details.get("server_id", ""),
-                    reason=lost.lost_to.reason,
-                    span=lost.span,
-                    hops=tuple(leg.stream.hop for leg in legs if leg.stream is not None),
-                    replayed_tokens=tokens,
-                    detected_at_s=lost.lost_at_s,
-                    waited_s=planned_s - lost.lost_at_s,
-                    plan_s=routed_s - planned_s,
-                    open_s=opened_s - routed_s,
-                    replay_s=done_s - opened_s,
-                )
-            )
-
-    async def _unwind(self) -> None:
-        """Bring all legs that are ahead back to `positions`; one that does not follow is restored when needed."""
-        await asyncio.gather(*(leg.roll_back(self.positions) for leg in self._legs))
-
-    def _cut_ahead(self) -> None:
-        """Without waiting: give up the state of legs that are ahead or in the middle of a step."""
-        for leg in self._legs:
-            if leg.busy or leg.journal.positions != self.positions:
-                leg.cut()
-                leg.journal.truncate(self.positions)
 
     def _check_open(self) -> None:
         if self._closed:
             raise SessionLost("the session is closed; open a new one")
 
-    def _check_step(self, hidden: torch.Tensor, lengths: Sequence[int]) -> None:
+    def _check_step(self, hidden: torch.Tensor, lengths: Sequence[int], held_before: Sequence[int]) -> None:
         self._check_open()
         expected = (self.connection.hidden_size, self.connection.dtype)
         if hidden.dim() != 2 or (hidden.shape[-1], hidden.dtype) != expected:
@@ -272,7 +193,7 @@ class InferenceSession:
             raise InvalidRequest(
                 f"{len(lengths)} rows of {sum(lengths)} tokens do not fit {hidden.shape[0]} hidden states"
             )
-        held, new = max(zip(self.positions, lengths, strict=True), key=sum)
+        held, new = max(zip(held_before, lengths, strict=True), key=sum)
         if held + new > self.max_tokens:
             raise TooLong(
                 f"a row holds {held} tokens and {new} more would make {held + new}, the session was opened for "
@@ -286,10 +207,7 @@ class InferenceSession:
         """Free the session on all servers and wait for their answer, at most two seconds."""
         if not self._closed:
             self._closed = True
-            self.connection.finish(self._close_legs())
-
-    async def _close_legs(self) -> None:
-        await asyncio.gather(*(leg.close() for leg in self._legs), return_exceptions=True)
+            self.connection.finish(self._pipeline.close())
 
     def __enter__(self) -> Self:
         self._outer = _ACTIVE.set(self)
@@ -306,4 +224,4 @@ class InferenceSession:
     def __del__(self) -> None:
         if not self._closed:
             self._closed = True
-            self.connection.abandon(self._close_legs())
+            self.connection.abandon(self._pipeline.close())

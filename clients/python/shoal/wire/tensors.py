@@ -111,6 +111,11 @@ class TensorAssembler:
         return self._filled == self._total
 
     @property
+    def encoded(self) -> memoryview:
+        """The bytes as they came. They may share the tensor's memory."""
+        return memoryview(self._buffer)
+
+    @property
     def missing_bytes(self) -> int:
         """How many bytes are still to come."""
         return self._total - self._filled

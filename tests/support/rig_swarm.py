@@ -1,0 +1,134 @@
+"""Real block servers inside the test's process, and a client model connected to them: for tests of both together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from shoal.client.auto import build_model
+from shoal.client.config import SequenceManagerConfig
+from shoal.client.connection import RemoteModel, SwarmConnection
+from shoal.client.loop import LoopThread
+from shoal.client.routes import SnapshotRoutes
+from shoal.models.checkpoint import Checkpoint
+from shoal.models.identity import model_key
+from shoal.swarm.snapshot import Load, Server, ServerState, Signed, Speed, SwarmSnapshot
+from shoal.wire.clock import now_s
+from shoal.wire.identity import IdentityKey
+from shoal.wire.tokens import Role, TokenSigner
+from tests.support.block_rig import SWARM_ID, BlockRig, block_rig
+from tests.support.tiny_models import load_reference
+
+
+class _Member:
+    """A member of no swarm, with a token that the servers take."""
+
+    info = None
+
+    def __init__(self, signer: TokenSigner) -> None:
+        self._signer = signer
+
+    def token(self) -> str:
+        return self._signer.issue("tester", Role.USER, 600, now_s())
+
+    async def run(self) -> None:
+        return
+
+    async def refresh(self) -> None:
+        return
+
+    async def close(self) -> None:
+        return
+
+
+class RigSwarm:
+    """Block servers over the cuts of a tiny model.
+
+    `addresses` gives the address at which others reach a server, by its index, if not its own: that of a proxy.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *cuts: str,
+        config: SequenceManagerConfig | None = None,
+        proxied: Callable[[int, str], str] = lambda index, address: address,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.checkpoint = Checkpoint.open(folder)
+        self.reference: Any = load_reference(folder)
+        self._signer = TokenSigner(IdentityKey.generate(), SWARM_ID)
+        self._loop = LoopThread("rig-servers")
+        self._stack = AsyncExitStack()
+        self.rigs: list[BlockRig] = [self._loop.run(self._start(folder, cut, dict(options or {}))) for cut in cuts]
+        self.records = [self._record(rig, proxied(index, rig.server.address)) for index, rig in enumerate(self.rigs)]
+        family = self.checkpoint.family
+        remote = RemoteModel(model_key(self.checkpoint, "fp32"), family, torch.float32)
+        routes = SnapshotRoutes(SwarmSnapshot.of(self.records))
+        member: Any = _Member(self._signer)
+        self.connection = SwarmConnection(
+            LoopThread("rig-client"), remote, routes, member, config or SequenceManagerConfig()
+        )
+        self.model: Any = build_model(self.checkpoint, self.connection)
+
+    async def _start(self, folder: Path, cut: str, options: dict[str, Any]) -> BlockRig:
+        return await self._stack.enter_async_context(block_rig(folder, cut, signer=self._signer, **options))
+
+    def _record(self, rig: BlockRig, address: str) -> Server:
+        return Server(
+            server_id=rig.facts.server_id,
+            address=address,
+            certificate=rig.certificate.der,
+            model=rig.facts.model,
+            num_blocks=rig.facts.family.num_blocks,
+            span=rig.facts.span,
+            block_hashes=rig.facts.block_hashes,
+            state=ServerState.ONLINE,
+            capacity=rig.facts.capacity,
+            speed=Speed(0.001, 0.0001, 0.001),
+            load=Load(1 << 20),
+            record=Signed(b"", rig.facts.server_id, b""),
+        )
+
+    def stop(self, index: int) -> None:
+        """Stop a server at once, as if it were killed."""
+        self._loop.run(self.rigs[index].server.stop(0))
+
+    @property
+    def pushed_steps(self) -> list[int]:
+        """For each server, steps that the hop before has pushed into it."""
+        return [rig.servicer.pushed_steps for rig in self.rigs]
+
+    @property
+    def left_open(self) -> dict[str, int]:
+        """What sessions hold on all servers."""
+        return {
+            "streams": sum(rig.servicer.open_streams for rig in self.rigs),
+            "pushes": sum(rig.servicer.awaited_pushes for rig in self.rigs),
+            "used": sum(rig.free_at_start - rig.engine.load().free_token_blocks for rig in self.rigs),
+        }
+
+    def wait_free(self, timeout_s: float = 20.0) -> None:
+        """Wait until nothing is held any more."""
+        give_up_s = time.monotonic() + timeout_s
+        while any(self.left_open.values()):
+            assert time.monotonic() < give_up_s, self.left_open
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """Close the client, then the servers."""
+        self.connection.close()
+        self._loop.run(self._stack.aclose())
+        self._loop.close()
+        self._loop.join(5)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
