@@ -22,7 +22,7 @@ async def measure_speed(engine: Engine, facts: Facts) -> Speed:
     blocks = len(facts.span)
     if prefill < 2:
         return Speed(0.001, 0.0005, 0.001)
-    session, _ = await engine.open(facts.span, 1, prefill + _DECODE_STEPS + 1)
+    session, _, _ = await engine.open(facts.span, 1, prefill + _DECODE_STEPS + 1)
     try:
         # The first pass touches the weights and lets libraries set themselves up; its time says nothing.
         await _step(engine, session, 1, facts)

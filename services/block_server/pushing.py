@@ -89,8 +89,9 @@ class PushLink:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # reading says why
         except asyncio.CancelledError:
+            # A link that fails cancels its call; that is not the end of the task that writes.
             task = asyncio.current_task()
-            if not self._over or (task is not None and task.cancelling()):
+            if task is None or task.cancelling():
                 raise
 
     async def close(self) -> None:

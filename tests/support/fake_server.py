@@ -220,7 +220,7 @@ class _Carrying(SwarmConnection):
     """A connection that never lets servers push: scripted ones cannot."""
 
     @property
-    def config(self) -> SequenceManagerConfig:  # type: ignore[override]
+    def config(self) -> SequenceManagerConfig:
         return self._config
 
     @config.setter

@@ -77,9 +77,9 @@ async def settled(engine: Engine, sessions: int) -> None:
 async def test_free_cache_is_told_exactly() -> None:
     async with running() as (engine, _):
         total = PAGES * 16 * 2
-        first, free = await engine.open(SPAN, rows=2, max_tokens=17)
+        first, free, _ = await engine.open(SPAN, rows=2, max_tokens=17)
         assert free == total - 2 * 2 * 16 * 2
-        second, free = await engine.open(SPAN, rows=1, max_tokens=16)
+        second, free, _ = await engine.open(SPAN, rows=1, max_tokens=16)
         assert free == total - 5 * 16 * 2
         with pytest.raises(CacheFull) as error:
             await engine.open(SPAN, rows=1, max_tokens=28 * 16)
@@ -91,9 +91,9 @@ async def test_free_cache_is_told_exactly() -> None:
 
 async def test_a_failing_pass_takes_down_only_its_own_sessions() -> None:
     async with running() as (engine, model):
-        good, _ = await engine.open(SPAN, 1, 16)
-        bad, _ = await engine.open(SPAN, 1, 16)
-        other, _ = await engine.open(Span(1, 2), 1, 16)
+        good, _, _ = await engine.open(SPAN, 1, 16)
+        bad, _, _ = await engine.open(SPAN, 1, 16)
+        other, _, _ = await engine.open(Span(1, 2), 1, 16)
         model.gate.clear()
         steps = [
             asyncio.ensure_future(engine.step(bad, [1], rows(1, POISON))),
@@ -112,7 +112,7 @@ async def test_a_failing_pass_takes_down_only_its_own_sessions() -> None:
 
 async def test_a_session_closed_in_the_middle_of_a_step_is_freed_after_the_pass() -> None:
     async with running() as (engine, model):
-        session, _ = await engine.open(SPAN, 1, 200)
+        session, _, _ = await engine.open(SPAN, 1, 200)
         model.gate.clear()
         step = asyncio.ensure_future(engine.step(session, [150], rows(150)))
         await asyncio.sleep(0.01)
@@ -126,7 +126,7 @@ async def test_a_session_closed_in_the_middle_of_a_step_is_freed_after_the_pass(
 
 async def test_a_cancelled_open_leaves_nothing() -> None:
     async with running() as (engine, model):
-        session, _ = await engine.open(SPAN, 1, 16)
+        session, _, _ = await engine.open(SPAN, 1, 16)
         model.gate.clear()
         step = asyncio.ensure_future(engine.step(session, [1], rows(1)))
         await asyncio.sleep(0.01)
@@ -156,7 +156,7 @@ async def test_the_queue_is_bounded_and_says_so() -> None:
 
 async def test_stopping_fails_what_waits_and_frees_it() -> None:
     async with running() as (engine, model):
-        session, _ = await engine.open(SPAN, 1, 16)
+        session, _, _ = await engine.open(SPAN, 1, 16)
         model.gate.clear()
         step = asyncio.ensure_future(engine.step(session, [1], rows(1)))
         await asyncio.sleep(0.01)
@@ -183,7 +183,7 @@ async def test_any_mix_of_steps_cancels_and_closes_frees_everything(seed: int) -
         async def live(number: int) -> None:
             try:
                 async with asyncio.timeout(chance.uniform(0.0, 0.02)):
-                    session, _ = await engine.open(SPAN if number % 2 else Span(1, 2), chance.randint(1, 3), 40)
+                    session, _, _ = await engine.open(SPAN if number % 2 else Span(1, 2), chance.randint(1, 3), 40)
             except (CacheFull, TimeoutError):
                 return
             try:
@@ -210,8 +210,8 @@ async def test_any_mix_of_steps_cancels_and_closes_frees_everything(seed: int) -
 
 async def test_decode_steps_go_along_with_every_pass_of_a_long_prompt() -> None:
     async with running(max_step_tokens=16) as (engine, model):
-        prompt, _ = await engine.open(SPAN, 1, 160)
-        chat, _ = await engine.open(SPAN, 1, 160)
+        prompt, _, _ = await engine.open(SPAN, 1, 160)
+        chat, _, _ = await engine.open(SPAN, 1, 160)
         task = asyncio.ensure_future(engine.step(prompt, [160], rows(160)))
         packed = 0
         while not task.done():

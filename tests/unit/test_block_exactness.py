@@ -61,7 +61,7 @@ async def test_prefill_and_decode_equal_transformers(family: str, options: dict[
     states = states_between_blocks(load_reference(folder), random_ids(45, 1))
     span = Span(0, len(states) - 1)
     async with engine_of(folder, span, max_step_tokens=16) as engine:
-        session, _ = await engine.open(span, 1, 48)
+        session, _, _ = await engine.open(span, 1, 48)
         outcome = await engine.step(session, [37], states[0][:37])
         assert deviation(outcome.hidden, states[-1][:37]) < TOLERANCE
         assert outcome.row_positions == (37,)
@@ -78,7 +78,7 @@ async def test_spans_one_after_the_other_equal_the_whole(family: str, tmp_path: 
     hidden = states[0]
     for span in (Span(0, 1), Span(1, 3), Span(3, 4)):
         async with engine_of(folder, span) as engine:
-            session, _ = await engine.open(span, 1, 20)
+            session, _, _ = await engine.open(span, 1, 20)
             hidden = (await engine.step(session, [20], hidden)).hidden
             assert deviation(hidden, states[span.end]) < TOLERANCE
             await engine.close(session)
@@ -89,7 +89,7 @@ async def test_part_of_a_span(family: str, tmp_path: Path) -> None:
     folder = make_tiny(tmp_path / "model", family)
     states = states_between_blocks(load_reference(folder), random_ids(9, 3))
     async with engine_of(folder, Span(1, 6)) as engine:
-        session, _ = await engine.open(Span(2, 4), 1, 16)
+        session, _, _ = await engine.open(Span(2, 4), 1, 16)
         outcome = await engine.step(session, [9], states[2])
         assert deviation(outcome.hidden, states[4]) < TOLERANCE
         await engine.close(session)
@@ -103,7 +103,7 @@ async def test_ragged_rows_equal_each_row_alone(family: str, tmp_path: Path) -> 
     lengths = [3, 7, 12]
     rows = [states_between_blocks(reference, random_ids(length + 6, seed)) for seed, length in enumerate(lengths)]
     async with engine_of(folder, SPAN, max_step_tokens=16) as engine:
-        session, _ = await engine.open(SPAN, 3, 32)
+        session, _, _ = await engine.open(SPAN, 3, 32)
         held = [0, 0, 0]
         for new in (lengths, [1, 1, 1], [1, 0, 1], [2, 3, 0], [0, 1, 1]):
             parts = [row[0][at : at + count] for row, at, count in zip(rows, held, new, strict=True)]
@@ -125,7 +125,7 @@ async def test_sessions_packed_into_one_pass_equal_solo(family: str, tmp_path: P
 
         async def generate(number: int) -> None:
             states, prompt = rows[number], 5 + 6 * number
-            session, _ = await engine.open(SPAN, 1, 32)
+            session, _, _ = await engine.open(SPAN, 1, 32)
             outcome = await engine.step(session, [prompt], states[0][:prompt])
             assert deviation(outcome.hidden, states[SPAN.end][:prompt]) < TOLERANCE
             for position in range(prompt, 30):
@@ -146,7 +146,7 @@ async def test_a_row_in_scattered_pages_equals_one_in_a_run(tmp_path: Path) -> N
     reference = load_reference(folder)
     rows = [states_between_blocks(reference, random_ids(64, seed)) for seed in range(3)]
     async with engine_of(folder, SPAN, pages=12) as engine:
-        session, _ = await engine.open(SPAN, 3, 64)
+        session, _, _ = await engine.open(SPAN, 3, 64)
         for at in range(0, 64, 8):
             hidden = torch.cat([row[0][at : at + 8] for row in rows])
             outcome = await engine.step(session, [8, 8, 8], hidden)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +33,14 @@ class EngineOptions:
     max_step_tokens: int = 256
     max_waiting: int = 1024
     threads: int = 0
+
+
+class Opened(NamedTuple):
+    """An admitted session, the free cache after it in tokens x blocks, and the cached tokens of each row, if any."""
+
+    session: EngineSession
+    free_token_blocks: int
+    cached_tokens: tuple[int, ...]
 
 
 class Engine:
@@ -68,7 +77,7 @@ class Engine:
         """Wait until the thread has ended, for whatever reason."""
         await self._stopped.wait()
 
-    async def open(self, span: Span, rows: int, max_tokens: int) -> tuple[EngineSession, int]:
+    async def open(self, span: Span, rows: int, max_tokens: int, **_: object) -> Opened:
         """Admit a session on the blocks of `span`; returns it and the free cache after it, in tokens x blocks.
 
         Raises:
@@ -86,13 +95,13 @@ class Engine:
             # A caller that is cancelled here never learns of the session: nobody else would free it.
             if not admitted:
                 self.discard(session)
-        return session, free_token_blocks
+        return Opened(session, free_token_blocks, ())
 
     async def step(self, session: EngineSession, row_lengths: Sequence[int], hidden: torch.Tensor) -> StepOutcome:
         """Compute new tokens of all rows and wait for them; see `begin`."""
         return await self.begin(session, row_lengths, hidden).reply
 
-    def begin(self, session: EngineSession, row_lengths: Sequence[int], hidden: torch.Tensor) -> Work:
+    def begin(self, session: EngineSession, row_lengths: Sequence[int], hidden: torch.Tensor, **_: object) -> Work:
         """Post a step of all rows: `hidden` is `[tokens, hidden]`, rows one after the other.
 
         The caller has checked shapes, lengths and limits, and has one step of a session under way at a time. The

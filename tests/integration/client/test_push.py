@@ -15,7 +15,7 @@ import torch
 
 from shoal.client.config import SequenceManagerConfig
 from tests.support.failing import greedy
-from tests.support.fault_proxy import FaultProxy
+from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.rig_swarm import RigSwarm
 from tests.support.tiny_models import make_tiny
 
@@ -184,7 +184,8 @@ def test_a_fault_between_servers_changes_no_token(pushes: Pushes, kind: str, see
     for rig in swarm.rigs:
         object.__setattr__(rig.facts, "push_timeout_s", 0.5)
     greedy(swarm.model, 3)
-    pushes.proxies[1 + seed % 2].set_fault(**{kind: generator.randrange(200, 6000)})
+    fields: dict[str, Any] = {kind: generator.randrange(200, 6000)}
+    pushes.proxies[1 + seed % 2].set_fault(Fault(**fields))
     assert greedy(swarm.model, 20) == greedy(swarm.reference, 20)
     assert swarm.connection.state.bans.by_server == {}
     swarm.wait_free()

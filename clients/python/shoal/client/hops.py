@@ -241,7 +241,7 @@ class HopStream:
         self.sign_s = time.monotonic()
         try:
             await self._write([frame], self._step_timeout_s)
-            response = await self._within(answer)
+            response: pb.InferResponse = await self._within(answer)
         finally:
             self._answer = None
         if response.WhichOneof("frame") != kind:
