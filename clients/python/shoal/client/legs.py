@@ -108,12 +108,11 @@ class Leg:
             self.stream.cut()
             self.stream = None
 
-    async def close(self) -> None:
-        """Free the session on the server, and the journal."""
+    def release(self) -> HopStream | None:
+        """Forget the journal and give the stream away, to be closed."""
         stream, self.stream = self.stream, None
         self.journal.close()
-        if stream is not None:
-            await stream.close()
+        return stream
 
 
 async def open_legs(connection: SwarmConnection, route: Route, pipeline: Pipeline, push: bool) -> list[Leg]:

@@ -111,9 +111,9 @@ class Pipeline:
     async def close(self) -> None:
         """Free the session on all servers."""
         self.closed = True
-        closing = [leg.close() for leg in self.legs]
-        self._changed.set()
-        await asyncio.gather(*closing, return_exceptions=True)
+        streams = [leg.release() for leg in self.legs]
+        self._changed.set()  # a step that is under way ends
+        await asyncio.gather(*(stream.close() for stream in streams if stream is not None), return_exceptions=True)
 
     # What the streams tell.
 
