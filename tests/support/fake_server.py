@@ -4,6 +4,7 @@ every frame, and fails when told to. For tests of the client alone.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
@@ -55,6 +56,18 @@ class Blocks:
                 outputs.append(self._row(row, part[None])[0])
         self.positions = [held + new for held, new in zip(self.positions, lengths, strict=True)]
         return torch.cat(outputs)
+
+    def prepare(self, request: pb.StepRequest) -> None:
+        """Exchange and cut rows as a step asks."""
+        if request.row_sources:
+            self._reorder(list(request.row_sources))
+        if request.truncate:
+            self.roll_back(list(request.row_positions))
+        assert self.positions == list(request.row_positions)
+
+    def _reorder(self, sources: list[int]) -> None:
+        self._caches = [copy.deepcopy(self._caches[source]) for source in sources]
+        self.positions = [self.positions[source] for source in sources]
 
     def roll_back(self, positions: list[int]) -> None:
         """Forget all but the first `positions` tokens of each row."""
@@ -184,6 +197,7 @@ class FakeBlockServer(BlockServerServiceServicer):
                 error = self.fail(request.step)
                 if error is not None:
                     await abort_with(context, error)
+                blocks.prepare(request)
                 output = blocks(assembler.tensor(), list(request.row_lengths))
                 answered = request.step + 1
                 for answer in _answers(request.step, blocks.positions, output):

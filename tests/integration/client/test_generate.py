@@ -126,9 +126,9 @@ def test_cg02_outputs_asked_for_are_transformers(swarm: FakeSwarm) -> None:
     "options",
     [
         {"made_up_option": 1},
-        {"num_beams": 3},
+        {"num_beam_groups": 3},
         {"num_beam_groups": 2},
-        {"prompt_lookup_num_tokens": 3},
+        {"use_mtp": True},
         {"penalty_alpha": 0.6, "top_k": 4},
         {"dola_layers": "high"},
         {"output_hidden_states": True, "return_dict_in_generate": True},
@@ -142,7 +142,7 @@ def test_cg02_outputs_asked_for_are_transformers(swarm: FakeSwarm) -> None:
         {"position_ids": torch.tensor([[3, 4, 5, 6, 7, 8, 9]])},
         {"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1]])},
         {"attention_mask": torch.ones(1, 1, 7, 7)},
-        {"assistant_model": object()},
+        {"assistant_early_exit": 2},
     ],
     ids=lambda options: next(iter(options)),
 )

@@ -108,7 +108,10 @@ def test_rows_are_exchanged_and_cut_along_the_way(swarm: RigSwarm) -> None:
     new = torch.randn(2, swarm.connection.hidden_size)
     with swarm.model.inference_session(max_tokens=20, batch_size=2) as session:
         session.step_packed(hidden, (4, 5))
-        given = session.step_packed(new, (1, 1), sources=(1, 1), kept=(5, 3))
+        session.reorder((1, 1))
+        session.cut((5, 3))
+        assert session.positions == (5, 3)
+        given = session.step_packed(new, (1, 1))
         assert session.positions == (6, 4)
     with swarm.model.inference_session(max_tokens=20, batch_size=2) as plain:
         plain.step_packed(torch.cat([hidden[4:], hidden[4:7]]), (5, 3))

@@ -24,5 +24,5 @@ def test_values_that_mean_unused_pass(name: str, value: Any) -> None:
 
 def test_numbers_are_compared_by_value() -> None:
     refuse_unsupported({"diversity_penalty": 0, "length_penalty": 1}, "generate()")
-    with pytest.raises(Unsupported, match="num_beams=2"):
-        refuse_unsupported({"num_beams": 2}, "generate()")
+    with pytest.raises(Unsupported, match="num_beam_groups=2"):
+        refuse_unsupported({"num_beam_groups": 2}, "generate()")

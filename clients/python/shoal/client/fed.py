@@ -30,6 +30,21 @@ class FedIds:
         self._ids = ids if self._ids is None else torch.cat([self._ids, ids], dim=1)
         self._cells = cells if self._cells is None else torch.cat([self._cells, cells], dim=1)
 
+    def reorder(self, sources: Sequence[int]) -> None:
+        """Make each row a copy of the row of `sources`."""
+        if self._ids is not None and self._cells is not None:
+            rows = list(sources)
+            self._ids, self._cells = self._ids[rows], self._cells[rows]
+
+    def drop(self, columns: int) -> list[int]:
+        """Forget the last columns; return how many tokens each row keeps."""
+        assert self._ids is not None
+        assert self._cells is not None
+        keep = self.columns - columns
+        self._ids, self._cells = self._ids[:, :keep], self._cells[:, :keep]
+        kept: list[int] = self._cells.sum(dim=1).tolist()
+        return kept
+
     def keep_common(self, ids: torch.Tensor, mask: torch.Tensor | None, held: Sequence[int]) -> list[int]:
         """Forget all but the columns shared with `ids`, of which the last one is never kept.
 

@@ -185,7 +185,11 @@ class RemoteGenerationMixin:
         if generation_config.use_cache is False:
             return
         max_cache_length = more.get("max_cache_length", rest[-1] if rest else generation_config.max_length)
-        model_kwargs["cache"] = self._running[-1].cache(max_cache_length)
+        # Drafts that are looked up may reach beyond the end before they are cut.
+        drafted = generation_config.prompt_lookup_num_tokens or 0
+        limit = self.connection.model.family.max_positions
+        longest = max_cache_length + drafted
+        model_kwargs["cache"] = self._running[-1].cache(longest if limit is None else min(longest, limit))
 
     def _refuse(self, generation_config: GenerationConfig | None, kwargs: Mapping[str, Any]) -> None:
         settings = [

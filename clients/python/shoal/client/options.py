@@ -8,26 +8,20 @@ from typing import Any
 from shoal.wire.errors import Unsupported
 
 # Option -> (values that mean "not used", why it is refused).
-_BEAMS = "beams need cache reordering on the servers"
-_DRAFTS = "drafts need a roll-back of the servers' cache"
+_DRAFTS = "drafts of this kind need the inside of the model"
 _INSIDE = "the blocks run on servers, which send hidden states of the last block only"
 _CACHE = "the cache lies on the servers"
 _COMPILE = "the blocks run on servers"
 _REMOTE = "code from the hub is not run"
 UNSUPPORTED_OPTIONS: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "num_beams": ((None, 1), _BEAMS),
-    "num_beam_groups": ((None, 1), _BEAMS),
-    "diversity_penalty": ((None, 0.0), _BEAMS),
-    "constraints": ((None,), _BEAMS),
-    "force_words_ids": ((None,), _BEAMS),
-    "length_penalty": ((None, 1.0), _BEAMS),
-    "early_stopping": ((None, False), _BEAMS),
+    "num_beam_groups": ((None, 1), _REMOTE),
+    "diversity_penalty": ((None, 0.0), _REMOTE),
+    "constraints": ((None,), _REMOTE),
+    "force_words_ids": ((None,), _REMOTE),
     "penalty_alpha": ((None, 0.0), _REMOTE),
     "dola_layers": ((None,), _INSIDE),
     "low_memory": ((None, False), _REMOTE),
-    "assistant_model": ((None,), _DRAFTS),
     "assistant_early_exit": ((None,), _DRAFTS),
-    "prompt_lookup_num_tokens": ((None, 0), _DRAFTS),
     "speculation_type": ((None,), _DRAFTS),
     "use_mtp": ((None, False), _DRAFTS),
     "is_assistant": ((None, False), _DRAFTS),

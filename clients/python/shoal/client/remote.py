@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from shoal.client.connection import SwarmConnection
 from shoal.client.fed import FedIds
-from shoal.client.rows import RowPlan, check_positions, plan_rows
+from shoal.client.rows import RowPlan, check_positions, first_of_equals, plan_rows
 from shoal.client.session import InferenceSession
 from shoal.swarm.spans import Span
 from shoal.wire.errors import BadTensor, InvalidRequest, Unsupported
@@ -20,6 +20,7 @@ from shoal.wire.errors import BadTensor, InvalidRequest, Unsupported
 class _RemoteLayer(CacheLayerMixin):  # type: ignore[misc]
     """Answers transformers' questions about the length of the cache; holds no keys or values."""
 
+    is_croppable = True
     is_sliding = False
     is_linear = False
     is_dummy = False
@@ -42,9 +43,6 @@ class _RemoteLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_max_length(self) -> int:
         return -1
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        raise Unsupported("beams need cache reordering on the servers, which is not supported")
 
 
 class RemoteCache(Cache):  # type: ignore[misc]
@@ -81,6 +79,25 @@ class RemoteCache(Cache):  # type: ignore[misc]
         if self.session.rows != rows:
             raise InvalidRequest(f"the cache holds {self.session.rows} rows, the input has {rows}")
         return self.session.positions
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Make rows go on from other rows; the servers share what the rows have in common."""
+        if self.session is not None:
+            sources = beam_idx.tolist()
+            self.session.reorder(sources)
+            self._fed.reorder(sources)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last columns; `tokens_to_remove` is zero or negative, as transformers gives it.
+
+        Raises:
+            InvalidRequest: if it is positive or more than there are.
+        """
+        if not 0 <= -tokens_to_remove <= self.columns:
+            raise InvalidRequest(f"{-tokens_to_remove} of {self.columns} columns cannot be forgotten")
+        if tokens_to_remove and self.session is not None:
+            self.session.cut(self._fed.drop(-tokens_to_remove))
+            self.layers[0].columns = self._fed.columns
 
     @contextmanager
     def step(
@@ -126,12 +143,32 @@ class RemoteCache(Cache):  # type: ignore[misc]
             self.session = self._connection.open_session(
                 rows=len(plan.lengths), max_tokens=self._max_tokens, prompt_tokens=max(plan.lengths)
             )
-        return plan.unpack(self.session.step_packed(plan.pack(hidden), plan.lengths))
+        firsts = first_of_equals(hidden, plan) if len(plan.lengths) > 1 and not any(self.session.positions) else ()
+        if len(set(firsts)) == len(firsts):
+            return plan.unpack(self.session.step_packed(plan.pack(hidden), plan.lengths))
+        return self._run_firsts(hidden, plan, firsts)
+
+    def _run_firsts(self, hidden: torch.Tensor, plan: RowPlan, firsts: tuple[int, ...]) -> torch.Tensor:
+        """Send only the first of equal rows; the others go on from its cache."""
+        assert self.session is not None
+        rows = range(len(firsts))
+        lengths = tuple(length if firsts[row] == row else 0 for row, length in enumerate(plan.lengths))
+        real = [hidden[row] if plan.cells is None else hidden[row][plan.cells[row]] for row in rows]
+        sent = torch.cat([real[row] for row in rows if firsts[row] == row])
+        outputs = dict(
+            zip(dict.fromkeys(firsts), _split(self.session.step_packed(sent, lengths), lengths), strict=True)
+        )
+        self.session.reorder(firsts)
+        return plan.unpack(torch.cat([outputs[first] for first in firsts]))
 
     def close(self) -> None:
         """Free the session on the servers, unless it is the caller's."""
         if self.session is not None and not self._borrowed:
             self.session.close()
+
+
+def _split(packed: torch.Tensor, lengths: Sequence[int]) -> Sequence[torch.Tensor]:
+    return torch.split(packed, [length for length in lengths if length])
 
 
 class RemoteSequential(torch.nn.Module):

@@ -10,6 +10,26 @@ import torch
 from shoal.wire.errors import InvalidRequest, Unsupported
 
 
+def first_of_equals(hidden: torch.Tensor, plan: RowPlan) -> tuple[int, ...]:
+    """Return for each row the first row with the same new tokens; `hidden` is `[rows, columns, hidden]`.
+
+    Beams and several samples of one prompt begin as equal rows: the servers need to see but one of them.
+    """
+    firsts: list[int] = []
+    for row, length in enumerate(plan.lengths):
+        same = (
+            other
+            for other in dict.fromkeys(firsts)
+            if plan.lengths[other] == length and torch.equal(_real(hidden, plan, other), _real(hidden, plan, row))
+        )
+        firsts.append(next(same, row))
+    return tuple(firsts)
+
+
+def _real(hidden: torch.Tensor, plan: RowPlan, row: int) -> torch.Tensor:
+    return hidden[row] if plan.cells is None else hidden[row][plan.cells[row]]
+
+
 @dataclass(frozen=True, slots=True)
 class RowPlan:
     """The new columns of one step: how many real tokens each row brings, and which cells they are.

@@ -49,6 +49,9 @@ class InferenceSession:
         # Streams know the pipeline, never the session: it can be collected, and is closed then.
         self._pipeline = Pipeline(connection, span, rows, max_tokens)
         self._closed = False
+        # What the next step does to the rows before it adds to them.
+        self._sources: tuple[int, ...] = ()
+        self._kept: tuple[int, ...] | None = None
         self._outer: Token[InferenceSession | None] | None = None
         self.fed = FedIds()
         self.span = span
@@ -58,7 +61,10 @@ class InferenceSession:
     @property
     def positions(self) -> tuple[int, ...]:
         """Tokens held by each row."""
-        return self._pipeline.positions
+        if self._kept is not None:
+            return self._kept
+        held = self._pipeline.positions
+        return tuple(held[source] for source in self._sources) if self._sources else held
 
     @property
     def rows(self) -> int:
@@ -117,42 +123,44 @@ class InferenceSession:
         packed = self.step_packed(hidden.reshape(-1, hidden.shape[-1]), (tokens,) * self.rows)
         return packed.view_as(hidden)
 
-    def step_packed(
-        self,
-        hidden: torch.Tensor,
-        lengths: Sequence[int],
-        *,
-        sources: Sequence[int] = (),
-        kept: Sequence[int] | None = None,
-    ) -> torch.Tensor:
+    def step_packed(self, hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """Send ragged rows `[tokens, hidden]`, row after row with these lengths, through all blocks.
-
-        Args:
-            hidden: the rows' new tokens.
-            lengths: how many each row brings.
-            sources: for each row, the row whose tokens it goes on from (beams); none means its own.
-            kept: then, for each row, how many of them it keeps (speculation); None means all.
 
         Raises: as `step`.
         """
-        self._check_rows(sources, kept)
-        self._check_step(hidden, lengths, self._held(sources, kept))
-        kept = None if kept is None else tuple(kept)
-        return self.connection.run(self._pipeline.step(hidden.detach(), tuple(lengths), tuple(sources), kept))
+        self._check_step(hidden, lengths)
+        step = self._pipeline.step(hidden.detach(), tuple(lengths), self._sources, self._kept)
+        output = self.connection.run(step)
+        self._sources, self._kept = (), None
+        return output
 
-    def _held(self, sources: Sequence[int], kept: Sequence[int] | None) -> Sequence[int]:
-        if kept is not None:
-            return kept
-        return [self.positions[source] for source in sources] if sources else self.positions
+    def reorder(self, sources: Sequence[int]) -> None:
+        """Make each row go on from the tokens of the row of `sources`; done along with the next step.
 
-    def _check_rows(self, sources: Sequence[int], kept: Sequence[int] | None) -> None:
-        if sources and (len(sources) != self.rows or any(not 0 <= source < self.rows for source in sources)):
+        Raises:
+            InvalidRequest: if `sources` does not name a row for each row.
+        """
+        self._check_open()
+        if len(sources) != self.rows or any(not 0 <= source < self.rows for source in sources):
             raise InvalidRequest(f"sources must name one of the {self.rows} rows for each of them, got {list(sources)}")
-        held = self._held(sources, None)
-        if kept is not None and (
-            len(kept) != self.rows or any(not 0 <= keep <= there for keep, there in zip(kept, held, strict=True))
-        ):
-            raise InvalidRequest(f"rows hold {list(held)} tokens and cannot keep {list(kept)}")
+        self._sources = tuple(self._sources[source] if self._sources else source for source in sources)
+        if self._kept is not None:
+            self._kept = tuple(self._kept[source] for source in sources)
+
+    def cut(self, kept: Sequence[int]) -> None:
+        """Make each row forget all but its first `kept` tokens; done along with the next step.
+
+        Raises:
+            InvalidRequest: if a row does not hold that many.
+        """
+        self._check_open()
+        self._kept = self._checked(kept)
+
+    def _checked(self, positions: Sequence[int]) -> tuple[int, ...]:
+        wanted = tuple(positions)
+        if len(wanted) != self.rows or any(not 0 <= n <= held for n, held in zip(wanted, self.positions, strict=True)):
+            raise InvalidRequest(f"rows hold {self.positions} tokens and cannot be rolled back to {wanted}")
+        return wanted
 
     def roll_back(self, positions: Sequence[int]) -> None:
         """Make each row forget all but its first `positions` tokens, on all servers and in the journal.
@@ -161,10 +169,10 @@ class InferenceSession:
             InvalidRequest: if a row does not hold that many.
         """
         self._check_open()
-        wanted = tuple(positions)
-        if len(wanted) != self.rows or any(not 0 <= n <= held for n, held in zip(wanted, self.positions, strict=True)):
-            raise InvalidRequest(f"rows hold {self.positions} tokens and cannot be rolled back to {wanted}")
-        if wanted != self.positions:
+        wanted = self._checked(positions)
+        if self._sources or self._kept is not None:
+            self._kept = wanted
+        elif wanted != self.positions:
             self.connection.run(self._pipeline.roll_back(wanted))
 
     def open(self, prompt_tokens: int = 1) -> Self:
@@ -181,7 +189,7 @@ class InferenceSession:
         if self._closed:
             raise SessionLost("the session is closed; open a new one")
 
-    def _check_step(self, hidden: torch.Tensor, lengths: Sequence[int], held_before: Sequence[int]) -> None:
+    def _check_step(self, hidden: torch.Tensor, lengths: Sequence[int]) -> None:
         self._check_open()
         expected = (self.connection.hidden_size, self.connection.dtype)
         if hidden.dim() != 2 or (hidden.shape[-1], hidden.dtype) != expected:
@@ -193,7 +201,7 @@ class InferenceSession:
             raise InvalidRequest(
                 f"{len(lengths)} rows of {sum(lengths)} tokens do not fit {hidden.shape[0]} hidden states"
             )
-        held, new = max(zip(held_before, lengths, strict=True), key=sum)
+        held, new = max(zip(self.positions, lengths, strict=True), key=sum)
         if held + new > self.max_tokens:
             raise TooLong(
                 f"a row holds {held} tokens and {new} more would make {held + new}, the session was opened for "
