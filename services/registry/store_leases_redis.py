@@ -31,6 +31,7 @@ class RedisLeases:
     """`LeaseStore` on a Redis client that the caller owns."""
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._pool = client.connection_pool
         self._keys = [KEY_PREFIX + name for name in KEY_NAMES]
         folder = files("services.registry") / "lua"
         common = (folder / "common.lua").read_text()
@@ -69,7 +70,12 @@ class RedisLeases:
 
     async def _run(self, script: Any, arguments: list[Any]) -> Any:
         with cancellation_kept(), _unavailable_if_unreachable():
-            return await script(keys=self._keys, args=arguments)
+            try:
+                return await script(keys=self._keys, args=arguments)
+            except RedisTimeoutError:
+                # Idle connections may be as dead as this one: the next call needs none of them.
+                await self._pool.disconnect(inuse_connections=False)
+                raise
 
 
 @contextmanager
