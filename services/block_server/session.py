@@ -32,7 +32,7 @@ from services.block_server.frames import (
 from shoal.v1 import block_server_pb2 as pb
 from shoal.v1 import common_pb2
 from shoal.wire.clock import now_s, to_duration
-from shoal.wire.errors import BadTensor, InvalidRequest, ShoalError, TimedOut
+from shoal.wire.errors import BadTensor, InvalidRequest, SessionLost, ShoalError, TimedOut
 from shoal.wire.records import PROTOCOL
 from shoal.wire.tensors import encode, pieces
 
@@ -78,7 +78,7 @@ class InferSession:
             raise
 
     async def _run(self) -> None:
-        first = await self._next(self._facts.open_timeout_s)
+        first = await self._next(self._facts.open_timeout_s, TimedOut)
         if first is None or first.WhichOneof("frame") != "open":
             raise InvalidRequest("the first frame of a stream must be `open`")
         plan = check_open(first.open, self._facts, now_s())
@@ -174,8 +174,13 @@ class InferSession:
                     frame = await anext(self._frames)
                 left -= len(frame.chunk.data) or left
 
-    async def _next(self, timeout_s: float) -> pb.InferRequest | None:
-        """Return the next frame, None at the end of the stream."""
+    async def _next(self, timeout_s: float, late: type[ShoalError] = SessionLost) -> pb.InferRequest | None:
+        """Return the next frame, None at the end of the stream.
+
+        Raises:
+            TimedOut: if the session's deadline has passed.
+            SessionLost: or `late`, if nothing came for too long: that is nobody's fault, and a replay mends it.
+        """
         wait_s = min(timeout_s, self._deadline_s - now_s())
         started_s = time.monotonic()
         try:
@@ -187,7 +192,9 @@ class InferSession:
             raise InvalidRequest("a frame came that is not an InferRequest") from None
         except TimeoutError:
             waited_s = time.monotonic() - started_s
-            raise TimedOut(f"no frame came for {waited_s:.0f} s; the session is over, open a new one") from None
+            if wait_s < timeout_s:
+                raise TimedOut("the session's deadline has passed; open a new one") from None
+            raise late(f"no frame came for {waited_s:.0f} s: the session has expired, open a new one") from None
 
 
 def _answers(

@@ -73,9 +73,17 @@ class RedisLeases:
             try:
                 return await script(keys=self._keys, args=arguments)
             except RedisTimeoutError:
-                # Idle connections may be as dead as this one: the next call needs none of them.
-                await self._pool.disconnect(inuse_connections=False)
+                await self._drop_idle()
                 raise
+            except RedisConnectionError:
+                # The server restarted, or something between cut the connection. Each script may run twice: what it
+                # did for an answer that got lost, it does again or finds done.
+                await self._drop_idle()
+                return await script(keys=self._keys, args=arguments)
+
+    async def _drop_idle(self) -> None:
+        """Idle connections may be as dead as the one that failed: the next call is to meet none of them."""
+        await self._pool.disconnect(inuse_connections=False)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -206,6 +206,12 @@ class FakeBlockServer:
             raise from_rpc_error(grpc.aio.AioRpcError(*about, details=await call.details())) from ended
         finally:
             call.cancel()
+
+    async def leave(self) -> None:
+        """Say good-bye on a stream of its own."""
+        self._template.state = swarm_pb2.SERVER_STATE_OFFLINE
+        with suppress(ShoalError):
+            await self.announce_once()
 
     async def run(self) -> None:
         """Announce for ever."""

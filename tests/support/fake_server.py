@@ -4,7 +4,10 @@ every frame, and fails when told to. For tests of the client alone.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import math
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,7 +85,8 @@ class Blocks:
 class FakeBlockServer(BlockServerServiceServicer):
     """Serves `span` of a tiny model. `fail` is asked before each step, by number, for an error to answer with.
 
-    `tamper` may change each answer before it is sent. `frames` records the kind of every frame that came, `steps` the
+    `tamper` may change each answer before it is sent. `slow` is asked how many seconds a step takes, and the client is
+    told every `progress_every_s` that it gets on. `frames` records the kind of every frame that came, `steps` the
     row lengths of every step.
     """
 
@@ -92,6 +96,8 @@ class FakeBlockServer(BlockServerServiceServicer):
     fail: Callable[[int], ShoalError | None] = lambda step: None
     refuse: ShoalError | None = None
     tamper: Callable[[pb.InferResponse], pb.InferResponse] = lambda answer: answer
+    slow: Callable[[int], float] = lambda step: 0.0
+    progress_every_s: float = math.inf
     frames: list[str] = field(default_factory=list)
     steps: list[list[int]] = field(default_factory=list)
     open_sessions: int = 0
@@ -179,6 +185,11 @@ class FakeBlockServer(BlockServerServiceServicer):
                 error = self.fail(request.step)
                 if error is not None:
                     await abort_with(context, error)
+                give_up_at = time.monotonic() + self.slow(request.step)
+                while (left_s := give_up_at - time.monotonic()) > 0:
+                    await asyncio.sleep(min(left_s, self.progress_every_s))
+                    if left_s > self.progress_every_s:
+                        yield pb.InferResponse(progress=pb.StepProgress(step=request.step, tokens=1))
                 output = blocks(assembler.tensor(), list(request.row_lengths))
                 for answer in _answers(request.step, blocks.positions, output):
                     yield answer

@@ -60,7 +60,7 @@ def _held() -> Counter[str]:
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             # Without numbers: a test may kill a process of its module's swarm and start it again.
-            command = re.sub(r"hivemind-[\w-]+|\d+", "N", " ".join(child.cmdline()))
+            command = re.sub(r"p2p(d|client)-[\w-]+|\d+", "N", " ".join(child.cmdline()))
             # PostgreSQL's own workers come and go with its clients; the server itself is counted.
             if not command.startswith("postgres: "):
                 held[f"process {command[:120]}"] += 1
