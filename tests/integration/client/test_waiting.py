@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch
 from tests.support.failing import PROMPT, QUICK, greedy
 from tests.support.fake_server import FakeSwarm
 from tests.support.rig_swarm import RigSwarm
-from tests.support.tiny_models import make_tiny
+from tests.support.tiny_models import load_reference, make_tiny
 from tests.support.waiting import wait_until
 
 STEP_TIMEOUT_S = 1.0
@@ -137,3 +138,42 @@ def test_sf16_the_cache_of_a_client_that_vanished_is_freed(rigs: RigSwarm, how: 
         proxy.set_fault()
         proxy.cut_all()
     session.close()
+
+
+def test_nw07_a_path_that_went_dead_while_idle_is_left_for_a_new_one(folder: Path) -> None:
+    config = replace(QUICK, step_timeout_s=1.0, recovery_timeout_s=30.0)
+    hidden = torch.randn(1, 6, 32)
+    with (
+        RigSwarm(folder, "0:3", "3:6", config=config) as swarm,
+        swarm.model.inference_session(max_tokens=16) as session,
+    ):
+        wanted = session.step(hidden)
+        session.position = 4
+        connections = [proxy.connections for proxy in swarm.proxies]
+        for proxy in swarm.proxies:
+            proxy.set_fault(swallow_after=0)
+        again = session.step(hidden[:, 4:])
+        torch.testing.assert_close(again, wanted[:, 4:], atol=1e-5, rtol=0)
+        assert [recovery.reason for recovery in session.recoveries] == ["TimedOut", "TimedOut"]
+        assert [proxy.connections for proxy in swarm.proxies] > connections
+
+
+@pytest.mark.parametrize("length", [1, 2, 6])
+def test_nw08_chains_of_any_length_serve_many_at_once(folder: Path, length: int) -> None:
+    cuts = [f"{6 * hop // length}:{6 * (hop + 1) // length}" for hop in range(length)]
+    prompts = [torch.tensor([[index + 4, 17, 60, 9]]) for index in range(8)]
+    with RigSwarm(folder, *cuts, config=QUICK) as swarm:
+        given: dict[int, list[list[int]]] = {}
+
+        def run(index: int) -> None:
+            given[index] = swarm.model.generate(prompts[index], max_new_tokens=8, do_sample=False).tolist()
+
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        reference: Any = load_reference(folder)
+        for index, ids in enumerate(prompts):
+            assert given[index] == reference.generate(ids, max_new_tokens=8, do_sample=False).tolist()
+        assert wait_until(lambda: swarm.all_free)
