@@ -3,7 +3,7 @@
 Each third of the model is on two servers. A run kills one that is in use, at the prompt, at tokens 1, 12 and 23 and
 then at random moments; the other one takes over, and the killed one is started again for a later run. Besides the ids
 each run checks that there was one recovery, that the replacement was fed everything exactly once, and that the
-surviving servers computed nothing twice.
+surviving servers computed nothing twice. A smoke run does so on a random model of a few blocks and two hops.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from benchmarks.bench import Bench, BenchmarkError, Figures, Measurement
 from benchmarks.decode import encode_prompt
 from benchmarks.fleet import Fleet
 from benchmarks.stats import median, percentile
+from benchmarks.step import make_random_model
 from benchmarks.swarms import local_swarm
 from shoal import AutoDistributedModelForCausalLM, InferenceSession, SequenceManagerConfig
 from shoal.client.legs import Recovery
@@ -56,14 +57,14 @@ class Outcome:
     detection_s: float
 
 
-def schedule(runs: int, seed: int) -> list[Kill]:
+def schedule(runs: int, seed: int, hops: int = HOPS) -> list[Kill]:
     """Return the kills: each hop at the fixed tokens, at once, then random ones; the same for a seed."""
     generator = random.Random(seed)
-    fixed = [Kill(hop, token, 0.0) for token in FIXED_TOKENS for hop in range(HOPS)]
+    fixed = [Kill(hop, token, 0.0) for token in FIXED_TOKENS for hop in range(hops)]
     generator.shuffle(fixed)
     kills = fixed[:runs]
     while len(kills) < runs:
-        kills.append(Kill(generator.randrange(HOPS), generator.randrange(TOKENS - 3), generator.uniform(0, 0.2)))
+        kills.append(Kill(generator.randrange(hops), generator.randrange(TOKENS - 3), generator.uniform(0, 0.2)))
     return kills
 
 
@@ -98,10 +99,14 @@ class _Trigger(BaseStreamer):  # type: ignore[misc]
 
 def run(bench: Bench) -> Figures:
     """Measure the figures `complete`, `differences` and `detection`."""
-    folder = bench.small_model()
     torch.set_num_threads(1)
-    prompt = encode_prompt(str(folder))
-    kills = schedule(bench.pick(100, 3), SEED)
+    if bench.smoke:
+        folder = make_random_model(bench.scratch / "tiny", blocks=4)
+        prompt = torch.tensor([[5, 17, 3, 60, 9, 22, 41, 8]])
+    else:
+        folder = bench.small_model()
+        prompt = encode_prompt(str(folder))
+    kills = schedule(bench.pick(100, 1), SEED, bench.pick(HOPS, 2))
     bench.say(f"seed {SEED}")
     outcomes: list[Outcome] = []
     failures: list[str] = []
@@ -144,7 +149,7 @@ def _outcomes(bench: Bench, folder: Path, prompt: torch.Tensor, kills: Sequence[
         access = stack.enter_context(local_swarm(bench, folder, 1, "--dtype", bench.dtype))
         fleet = stack.enter_context(Fleet(bench, folder, access))
         whole = fleet.online_ids()
-        spans = split_evenly(fleet.num_blocks(), HOPS)
+        spans = split_evenly(fleet.num_blocks(), bench.pick(HOPS, 2))
         names = [fleet.start(str(span)) for span in spans for _ in range(2)]
         fleet.wait_online(names)
         config = SequenceManagerConfig(blocked_servers=tuple(whole.values()))

@@ -57,11 +57,16 @@ def run(bench: Bench) -> Figures:
 
 def make_one_block_model(folder: Path) -> Path:
     """Write a random Llama of one block with few, wide hidden states, and return its folder."""
+    return make_random_model(folder, 1)
+
+
+def make_random_model(folder: Path, blocks: int) -> Path:
+    """Write a random Llama whose hidden states are as wide as the small model's, and return its folder."""
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=_HIDDEN,
         intermediate_size=64,
-        num_hidden_layers=1,
+        num_hidden_layers=blocks,
         num_attention_heads=9,
         num_key_value_heads=3,
         max_position_embeddings=512,

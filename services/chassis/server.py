@@ -54,6 +54,11 @@ class ServiceServer:
         for service in ("", *self.services):
             await self._health.set(service, status)
 
+    async def report(self, part: str, works: bool) -> None:
+        """Report to health checks, under the name of a part such as a store, whether it can be used."""
+        statuses = health_pb2.HealthCheckResponse
+        await self._health.set(part, statuses.SERVING if works else statuses.NOT_SERVING)
+
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, give open ones `grace_s` to end, then cancel them. May be called again."""
         if not self._stopped:

@@ -16,6 +16,7 @@ from services.chassis.loops import StopSignal, serve_until_stopped
 from services.chassis.server import Mount, build_server
 from services.chassis.storage import database_engine, redis_client
 from services.registry.announce import Announcing
+from services.registry.health import report_stores
 from services.registry.history import HistoryWriter
 from services.registry.hub import SwarmHub
 from services.registry.keys import KeyRing, read_keys_file
@@ -69,7 +70,7 @@ async def run(settings: RegistrySettings, stop: StopSignal) -> None:
         server = build_server([mount], settings.listen, certificate, auth)
         await _take_over(leases, settings.lease_ttl_s)
         await hub.refresh()  # so that the first watcher is not told of an empty swarm
-        loops = {"hub": hub.run(), "history": history.run()}
+        loops = {"hub": hub.run(), "history": history.run(), "health": report_stores(server, hub, archive)}
         await serve_until_stopped(server, stop, settings, loops)
         await _last_words(history)
     finally:

@@ -54,6 +54,11 @@ class SwarmHub:
         """Tell whether servers may be missing: the store lost its content, and they have not had time to renew."""
         return self._monotonic_s() < max(self._empty_until_s, self._picture.carry_until_s)
 
+    @property
+    def away(self) -> bool:
+        """Tell whether the store did not answer when it was asked last."""
+        return self._away
+
     def poke(self) -> None:
         """Look at the store soon, because something changed."""
         self._wake.set()

@@ -5,6 +5,7 @@ Only digests are stored and kept. An answer of the database stays good for a whi
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -16,6 +17,8 @@ from shoal.wire.private_files import read_private
 from shoal.wire.tokens import Claims, Role, api_key_digest
 
 FRESH_S = 60.0
+# The owner of a key that is known waits no longer for the database: a token must come before the caller gives up.
+PATIENCE_S = 2.0
 MOST_KNOWN = 10_000
 
 
@@ -45,8 +48,9 @@ class KeyRing:
         if known and time.monotonic() - asked_at < FRESH_S:
             return known
         try:
-            found = await self._archive.find_key(digest)
-        except Unavailable:
+            async with asyncio.timeout(None if known is None else PATIENCE_S):
+                found = await self._archive.find_key(digest)
+        except (Unavailable, TimeoutError):
             if known is None:
                 raise
             return known

@@ -68,6 +68,10 @@ class Archive(Protocol):
         """Return the owner of the API key with this digest."""
         ...
 
+    async def ping(self) -> None:
+        """Return if the database answers."""
+        ...
+
 
 def sighting_of(server: Server, account: str, now_s: float) -> Sighting:
     """Return what the history keeps of an announced server."""
@@ -104,3 +108,6 @@ class MemoryArchive:
     async def find_key(self, digest: str) -> KeyOwner | None:
         """See `Archive.find_key`."""
         return self._keys.get(digest)
+
+    async def ping(self) -> None:
+        """See `Archive.ping`."""

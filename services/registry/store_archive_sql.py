@@ -23,7 +23,8 @@ from shoal.wire.clock import now_s, utc_datetime
 from shoal.wire.errors import Unavailable
 from shoal.wire.tokens import Role
 
-TIMEOUT_S = 10.0
+# Less than callers wait, so that they hear the reason.
+TIMEOUT_S = 8.0
 
 
 class SqlArchive:
@@ -82,6 +83,11 @@ class SqlArchive:
             row = (await db.execute(query)).one_or_none()
         return KeyOwner(row.account, Role(row.role)) if row else None
 
+    async def ping(self) -> None:
+        """See `Archive.ping`."""
+        async with self._transaction() as db:
+            await db.execute(select(1))
+
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[AsyncConnection]:
         try:
@@ -89,6 +95,8 @@ class SqlArchive:
                 async with asyncio.timeout(TIMEOUT_S), self._engine.begin() as db:
                     yield db
         except (OperationalError, InterfaceError, PoolTimeoutError, TimeoutError) as error:
+            if isinstance(error, TimeoutError):
+                await self._engine.dispose()  # idle connections may be as dead as this one: the next call needs none
             raise Unavailable(f"the registry's database does not answer ({type(error).__name__}); try again") from error
 
 

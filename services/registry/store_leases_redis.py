@@ -31,6 +31,7 @@ class RedisLeases:
     """`LeaseStore` on a Redis client that the caller owns."""
 
     def __init__(self, client: redis.asyncio.Redis) -> None:
+        self._pool = client.connection_pool
         self._keys = [KEY_PREFIX + name for name in KEY_NAMES]
         folder = files("services.registry") / "lua"
         common = (folder / "common.lua").read_text()
@@ -69,7 +70,20 @@ class RedisLeases:
 
     async def _run(self, script: Any, arguments: list[Any]) -> Any:
         with cancellation_kept(), _unavailable_if_unreachable():
-            return await script(keys=self._keys, args=arguments)
+            try:
+                return await script(keys=self._keys, args=arguments)
+            except RedisTimeoutError:
+                await self._drop_idle()
+                raise
+            except RedisConnectionError:
+                # The server restarted, or something between cut the connection. Each script may run twice: what it
+                # did for an answer that got lost, it does again or finds done.
+                await self._drop_idle()
+                return await script(keys=self._keys, args=arguments)
+
+    async def _drop_idle(self) -> None:
+        """Idle connections may be as dead as the one that failed: the next call is to meet none of them."""
+        await self._pool.disconnect(inuse_connections=False)
 
 
 @contextmanager

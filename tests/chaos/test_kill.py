@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from shoal import AutoDistributedModelForCausalLM, InferenceSession, SequenceManagerConfig
 from tests.support.swarm import LiveSwarm, online
 from tests.support.tiny_models import load_reference, make_tiny
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -115,3 +119,55 @@ def test_cg10_seeded_sampling_with_a_kill_at_step_10(rig: Rig) -> None:
 
 def test_sf10_two_servers_at_once(rig: Rig) -> None:
     rig.check(5, [0, 2])
+
+
+def test_sf04_a_server_that_is_stopped_lets_what_runs_end(rig: Rig) -> None:
+    session: InferenceSession = rig.model.inference_session(max_tokens=32)
+    victim = rig.names[session.hops[1].server.server_id]
+    codes: list[int] = []
+    stopping = threading.Thread(target=lambda: codes.append(rig.swarm.stop(victim)))
+    with closing(session):
+        options = {"max_new_tokens": 24, "do_sample": False}
+        wanted = rig.reference.generate(PROMPT, **options)[0].tolist()
+        given = rig.model.generate(PROMPT, session=session, streamer=AtToken(5, stopping.start), **options)
+        assert given[0].tolist() == wanted
+        assert len(session.recoveries) <= 1
+        # New sessions go elsewhere, however soon they come.
+        assert rig.model.generate(PROMPT, **options)[0].tolist() == wanted
+    stopping.join(60)
+    assert codes == [0]
+    rig.swarm.restart_server(victim)
+    rig.swarm.wait_until(lambda status: online(status) == 6, "all servers are back")
+    rig.connect()
+
+
+CLIENT = """
+import sys, time
+import torch
+torch.set_num_threads(1)
+from shoal import AutoDistributedModelForCausalLM
+model = AutoDistributedModelForCausalLM.from_pretrained(sys.argv[1], swarm=sys.argv[2], api_key=sys.argv[3])
+session = model.inference_session(max_tokens=200)
+while True:
+    session.step(torch.tensor([[5]]))
+    print(session.position, flush=True)
+    time.sleep(0.05)
+"""
+
+
+def test_sf16_a_killed_client_leaves_no_cache_behind(rig: Rig) -> None:
+    def held() -> int:
+        servers = rig.swarm.status().servers
+        return sum(rig.model.connection.server_info(server).load.open_sessions for server in servers)
+
+    assert held() == 0
+    command = [sys.executable, "-c", CLIENT, str(rig.swarm.model), rig.swarm.url, rig.swarm.api_key]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as client:
+        try:
+            assert client.stdout is not None
+            while int(client.stdout.readline()) < 3:
+                pass
+            assert held() == 3
+        finally:
+            client.kill()
+    assert wait_until(lambda: held() == 0)

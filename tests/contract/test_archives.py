@@ -121,4 +121,6 @@ async def test_a_database_out_of_reach_is_unavailable() -> None:
     with pytest.raises(Unavailable, match="database") as caught:
         await SqlArchive(engine).find_key("digest")
     assert "secret" not in str(caught.value)
+    with pytest.raises(Unavailable, match="database"):
+        await SqlArchive(engine).ping()
     await engine.dispose()

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from services.up import plan
+from services.up.embedded import EmbeddedStore
 from shoal import AutoDistributedModelForCausalLM
 from shoal.cli.status import SwarmStatus
 from shoal.swarm.snapshot import ServerState
@@ -131,6 +132,26 @@ def restart_control_plane(swarm: LiveSwarm, *, lose_database: bool = False) -> N
         swarm.wait_ready(name)
 
 
+def part_of(swarm: LiveSwarm, name: str) -> EmbeddedStore:
+    return {"valkey": swarm.valkey, "postgres": swarm.postgres}[name]
+
+
+def kill_part(swarm: LiveSwarm, name: str) -> None:
+    """One service or store, by SIGKILL."""
+    if name in CONTROL:
+        swarm.kill(name)
+    else:
+        part_of(swarm, name).kill()
+
+
+def restart_part(swarm: LiveSwarm, name: str) -> None:
+    if name in CONTROL:
+        swarm.start_service(name)
+        swarm.wait_ready(name)
+    else:
+        part_of(swarm, name).start()
+
+
 def layout(status: SwarmStatus) -> dict[str, str]:
     return {server.server_id: str(server.span) for server in status.servers if server.state is ServerState.ONLINE}
 
@@ -185,6 +206,29 @@ def test_cp02_generation_needs_no_control_plane(
         assert wait_until(lambda: events(caplog)[-1] == "control_plane.back", 60)
         assert generate(other, PROMPTS[3]) == wanted[3]
         assert events(caplog) == ["control_plane.away", "control_plane.back"]
+
+
+@pytest.mark.parametrize("part", [*CONTROL, "valkey", "postgres"])
+def test_cp02_no_part_is_needed_by_who_runs_or_by_who_begins(
+    swarm: LiveSwarm, folder: Path, wanted: list[list[int]], part: str
+) -> None:
+    """One is killed during a generation; the next generation and the next client begin without it."""
+    before = layout(swarm.wait_until(lambda status: online(status) == 3, "three servers"))
+    with client(swarm, folder) as model:
+        running = SlowStream(model, PROMPTS[0])
+        assert wait_until(lambda: running.new_tokens > 2, 60)
+        kill_part(swarm, part)
+        assert running.new_tokens < TOKENS, "killed in mid-generation"
+        assert generate(model, PROMPTS[1]) == wanted[1]
+        with client(swarm, folder) as late:
+            assert generate(late, PROMPTS[2]) == wanted[2]
+        assert running.result() == wanted[0]
+        restart_part(swarm, part)
+        back_s = time.monotonic()
+        after = swarm.wait_until(lambda status: online(status) == 3, "all servers are registered")
+        assert time.monotonic() - back_s < 2 * LEASE_TTL_S
+        assert layout(after) == before
+        assert generate(model, PROMPTS[3]) == wanted[3]
 
 
 def events(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -164,7 +164,9 @@ async def test_a_quiet_session_ends_and_deadlines_hold(folder: Path) -> None:
     async with block_rig(folder, "0:2", idle_timeout_s=0.2) as rig, rig.stub() as stub:
         quiet = RawSession(stub, rig.opening())
         await quiet.open()
-        assert isinstance(await refusal(quiet.call), SessionLost)
+        expired = await refusal(quiet.call)
+        assert isinstance(expired, SessionLost)
+        assert "expired" in expired.message
         await all_free(rig)
         late = RawSession(stub, rig.opening(deadline=to_timestamp(now_s() - 1)))
         await late.call.write(pb.InferRequest(open=rig.opening(deadline=to_timestamp(now_s() - 1))))
@@ -173,6 +175,21 @@ async def test_a_quiet_session_ends_and_deadlines_hold(folder: Path) -> None:
         await short.open()
         assert isinstance(await refusal(short.call), TimedOut)
         await all_free(rig)
+
+
+async def test_sf13_a_long_prefill_tells_that_it_gets_on(folder: Path) -> None:
+    async with block_rig(folder, "0:2", max_step_tokens=16, progress_every_s=0.001) as rig, rig.stub() as stub:
+        session = RawSession(stub, rig.opening(max_tokens=400))
+        await session.open()
+        for frame in step_frames(0, [0], [400], torch.zeros(400, 32)):
+            await session.call.write(frame)
+        told: list[int] = []
+        while (answer := await session.answer()).WhichOneof("frame") == "progress":
+            told.append(answer.progress.tokens)
+        assert answer.step.row_positions == [400]
+        assert told == sorted(set(told))
+        assert told
+        assert all(0 < tokens <= 400 for tokens in told)
 
 
 async def test_a_draining_server_finishes_what_is_open_and_takes_no_more(rig: BlockRig) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +91,12 @@ class BlockRig:
 
 @asynccontextmanager
 async def block_rig(
-    folder: Path, blocks: str = "", signer: TokenSigner | None = None, **options: Any
+    folder: Path, blocks: str = "", *, signer: TokenSigner | None = None, progress_every_s: float = 5.0, **options: Any
 ) -> AsyncIterator[BlockRig]:
-    """Run a block server for `blocks` of the model in `folder`; `options` are its settings."""
+    """Run a block server for `blocks` of the model in `folder`; `options` are its settings.
+
+    It believes `signer`'s tokens, by default those of a swarm of its own.
+    """
     key = IdentityKey.generate()
     signer = signer or TokenSigner(IdentityKey.generate(), SWARM_ID)
     certificate = make_certificate(key.server_id)
@@ -102,7 +105,8 @@ async def block_rig(
         settings = BlockServerSettings(model=str(folder), blocks=blocks, **{**defaults, **options})
         checkpoint = Checkpoint.open(folder)
         span = Span.parse(blocks) if blocks else Span(0, checkpoint.family.num_blocks)
-        facts = describe_server(settings, checkpoint, span, key.server_id)
+        described = describe_server(settings, checkpoint, span, key.server_id)
+        facts = replace(described, progress_every_s=progress_every_s)
         # What was read to hash is not what was read to load.
         checkpoint.opened.clear()
         engine = build_engine(settings, checkpoint, facts)

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,13 +24,14 @@ from services.registry.schema import upgrade
 from services.up.children import LeashedChild
 from services.up.embedded import free_port
 from shoal.v1 import common_pb2, registry_pb2, registry_pb2_grpc, swarm_pb2
+from shoal.wire.channels import Keepalive
 from shoal.wire.clock import new_id, to_duration
 from shoal.wire.errors import ShoalError
 from shoal.wire.identity import IdentityKey
 from shoal.wire.membership import Membership
 from shoal.wire.records import sign_record
 from shoal.wire.status import from_rpc_error
-from shoal.wire.swarm_url import SwarmUrl
+from shoal.wire.swarm_url import SwarmUrl, split_address
 from shoal.wire.tls import REGISTRY_NAME, ROUTER_NAME, certificate_path, fingerprint, load_or_create_certificate
 from shoal.wire.tokens import Role
 from tests.support.records import make_record
@@ -40,21 +41,47 @@ LEASE_TTL_S = 3.0
 START_TIMEOUT_S = 60.0
 
 
+def directly(address: str) -> str:
+    """Reach an address as it is."""
+    return address
+
+
 class ControlPlane:
     """Both services at addresses that stay the same over restarts. The schema is upgraded at the start."""
 
-    def __init__(self, folder: Path, database_url: str, redis_url: str, options: Sequence[str] = ()) -> None:
-        """`options` go to the registry."""
+    def __init__(
+        self,
+        folder: Path,
+        database_url: str,
+        redis_url: str,
+        options: Sequence[str] = (),
+        *,
+        lease_ttl_s: float = LEASE_TTL_S,
+        router_by: Callable[[str], str] = directly,
+        registry_by: Callable[[str], str] = directly,
+    ) -> None:
+        """`options` go to the registry.
+
+        `router_by` gives the address under which clients are told to reach the router, `registry_by` that under which
+        the router reaches the registry.
+        """
         self.folder = folder
         self.keys = {role: new_id() for role in Role}
         self.children: dict[str, LeashedChild] = {}
         self._stores = {"SHOAL_REGISTRY_DATABASE_URL": database_url, "SHOAL_REGISTRY_REDIS_URL": redis_url}
         self._database_url = database_url
-        self._options = tuple(options)
+        self._options = ("--lease-ttl-s", str(lease_ttl_s), *options)
         self._ports = {"registry": free_port(), "router": free_port()}
+        self.addresses = {name: f"127.0.0.1:{port}" for name, port in self._ports.items()}
+        self._router_told = router_by(self.addresses["router"])
         certificate = load_or_create_certificate(folder / "registry", REGISTRY_NAME)
         load_or_create_certificate(folder / "router", ROUTER_NAME)
         self.url = SwarmUrl("127.0.0.1", self._ports["registry"], fingerprint(certificate.der))
+        self._url_of_router = self.url_by(registry_by(self.addresses["registry"]))
+
+    def url_by(self, address: str) -> SwarmUrl:
+        """Return the swarm's URL with the registry at another address."""
+        return SwarmUrl(*split_address(address), self.url.fingerprint)
 
     def __enter__(self) -> Self:
         try:
@@ -85,9 +112,9 @@ class ControlPlane:
         ready_file = self._ready_file(name)
         ready_file.unlink(missing_ok=True)
         command = [
-            *(sys.executable, "-m", f"services.{name}", "--listen", f"127.0.0.1:{self._ports[name]}"),
+            *(sys.executable, "-m", f"services.{name}", "--listen", self.addresses[name]),
             *("--state-dir", str(self.folder / name), "--ready-file", str(ready_file), "--stop-grace-s", "1"),
-            *(self._registry_options() if name == "registry" else ("--swarm", str(self.url))),
+            *(self._registry_options() if name == "registry" else ("--swarm", str(self._url_of_router))),
         ]
         env = {**os.environ, **self._stores, "SHOAL_ROUTER_API_KEY": self.keys[Role.SERVICE]}
         self.children[name] = LeashedChild(name, command, log=self.folder / f"{name}.log", env=env)
@@ -105,9 +132,13 @@ class ControlPlane:
             time.sleep(0.02)
 
     @asynccontextmanager
-    async def member(self, role: Role) -> AsyncIterator[Membership]:
-        """Join with the API key of a role."""
-        async with await Membership.join(self.url, self.keys[role], wait_s=START_TIMEOUT_S) as member:
+    async def member(
+        self, role: Role, address: str = "", keepalive: Keepalive | None = None
+    ) -> AsyncIterator[Membership]:
+        """Join with the API key of a role, at another address of the registry if one is given."""
+        url = self.url_by(address) if address else self.url
+        joining = Membership.join(url, self.keys[role], wait_s=START_TIMEOUT_S, keepalive=keepalive)
+        async with await joining as member:
             yield member
 
     def _registry_options(self) -> tuple[str, ...]:
@@ -115,9 +146,9 @@ class ControlPlane:
         entries = [{"key": key, "account": f"account of {role}", "role": role} for role, key in self.keys.items()]
         keys.touch(mode=0o600)
         keys.write_text(json.dumps(entries))
-        router = f"127.0.0.1:{self._ports['router']}={certificate_path(self.folder / 'router', ROUTER_NAME)}"
-        lease = ("--lease-ttl-s", str(LEASE_TTL_S), "--heartbeat-s", str(HEARTBEAT_S), "--poll-s", "0.1")
-        return ("--routers", router, "--api-keys-file", str(keys), *lease, *self._options)
+        router = f"{self._router_told}={certificate_path(self.folder / 'router', ROUTER_NAME)}"
+        pace = ("--heartbeat-s", str(HEARTBEAT_S), "--poll-s", "0.1")
+        return ("--routers", router, "--api-keys-file", str(keys), *pace, *self._options)
 
     def _ready_file(self, name: str) -> Path:
         return self.folder / f"{name}.ready"
@@ -175,6 +206,12 @@ class FakeBlockServer:
             raise from_rpc_error(grpc.aio.AioRpcError(*about, details=await call.details())) from ended
         finally:
             call.cancel()
+
+    async def leave(self) -> None:
+        """Say good-bye on a stream of its own."""
+        self._template.state = swarm_pb2.SERVER_STATE_OFFLINE
+        with suppress(ShoalError):
+            await self.announce_once()
 
     async def run(self) -> None:
         """Announce for ever."""

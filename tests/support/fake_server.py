@@ -4,8 +4,11 @@ every frame, and fails when told to. For tests of the client alone.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import hashlib
+import math
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -95,7 +98,8 @@ class Blocks:
 class FakeBlockServer(BlockServerServiceServicer):
     """Serves `span` of a tiny model. `fail` is asked before each step, by number, for an error to answer with.
 
-    `tamper` may change each answer before it is sent. `frames` records the kind of every frame that came, `steps` the
+    `tamper` may change each answer before it is sent. `slow` is asked how many seconds a step takes, and the client is
+    told every `progress_every_s` that it gets on. `frames` records the kind of every frame that came, `steps` the
     row lengths of every step.
     """
 
@@ -105,6 +109,8 @@ class FakeBlockServer(BlockServerServiceServicer):
     fail: Callable[[int], ShoalError | None] = lambda step: None
     refuse: ShoalError | None = None
     tamper: Callable[[pb.InferResponse], pb.InferResponse] = lambda answer: answer
+    slow: Callable[[int], float] = lambda step: 0.0
+    progress_every_s: float = math.inf
     frames: list[str] = field(default_factory=list)
     steps: list[list[int]] = field(default_factory=list)
     open_sessions: int = 0
@@ -156,6 +162,14 @@ class FakeBlockServer(BlockServerServiceServicer):
         finally:
             self.open_sessions -= 1
 
+    async def _signs(self, step: int) -> AsyncIterator[pb.InferResponse]:
+        """Take as long as the script says; show signs of life meanwhile."""
+        give_up_at = time.monotonic() + self.slow(step)
+        while (left_s := give_up_at - time.monotonic()) > 0:
+            await asyncio.sleep(min(left_s, self.progress_every_s))
+            if left_s > self.progress_every_s:
+                yield pb.InferResponse(progress=pb.StepProgress(step=step, tokens=1))
+
     async def _serve(self, frames: AsyncIterator[pb.InferRequest], context: Any) -> AsyncIterator[pb.InferResponse]:
         assembler, blocks, request, answered = None, None, pb.StepRequest(), 0
         async for frame in frames:
@@ -197,6 +211,8 @@ class FakeBlockServer(BlockServerServiceServicer):
                 error = self.fail(request.step)
                 if error is not None:
                     await abort_with(context, error)
+                async for sign in self._signs(request.step):
+                    yield sign
                 blocks.prepare(request)
                 output = blocks(assembler.tensor(), list(request.row_lengths))
                 answered = request.step + 1

@@ -19,6 +19,8 @@ import grpc.aio
 import psutil
 import pytest
 
+from tests.support.fault_proxy import FaultProxy
+
 _GRACE_S = 5.0
 
 
@@ -58,16 +60,17 @@ def _held() -> Counter[str]:
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             # Without numbers: a test may kill a process of its module's swarm and start it again.
-            command = re.sub(r"hivemind-[\w-]+|\d+", "N", " ".join(child.cmdline()))
+            command = re.sub(r"p2p(d|client)-[\w-]+|\d+", "N", " ".join(child.cmdline()))
             # PostgreSQL's own workers come and go with its clients; the server itself is counted.
             if not command.startswith("postgres: "):
                 held[f"process {command[:120]}"] += 1
+    of_proxies = {descriptor for proxy in FaultProxy.alive for descriptor in proxy.descriptors}
     for descriptor in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{descriptor}")
             # Sockets and pipes have numbers that say nothing; poll sets and the like belong to libraries.
             kind, colon, _ = target.partition(":[")
-            if not target.startswith("anon_inode:"):
+            if not target.startswith("anon_inode:") and int(descriptor) not in of_proxies:
                 held[f"descriptor {kind if colon else target}"] += 1
     held.pop("descriptor /proc/self/fd", None)
     return held

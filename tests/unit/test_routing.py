@@ -144,3 +144,29 @@ def test_cache_that_does_not_reach_over_all_blocks_is_named() -> None:
     assert isinstance(planned, MissingBlocks)
     assert planned.blocks == tuple(range(4, 12))
     assert "free cache" in planned.reason
+
+
+def test_rt02_only_servers_that_are_online_and_fresh_are_used() -> None:
+    states = (ServerState.JOINING, ServerState.DRAINING, ServerState.PAUSED, ServerState.OFFLINE)
+    unfit = [make_server(f"a {state}", 0, 12, state=state) for state in states]
+    unfit.append(make_server("a dead one", 0, 12, expires_at_s=100.0))
+    # The others would be better by far.
+    fit = make_server("online", 0, 12, speed=Speed(1.0, 1.0, 1.0))
+    planned = plan([*unfit, fit], now_s=100.0, alternatives=4)
+    assert isinstance(planned, list)
+    assert {hop.server.server_id for route in planned for hop in route.hops} == {"online"}
+    missing = plan(unfit, now_s=100.0)
+    for state in states:
+        assert f"in state {state.name} (1)" in reason(missing)
+    assert "with an expired record (1)" in reason(missing)
+
+
+def test_free_cache_is_used_by_routing() -> None:
+    room = make_server("room", 0, 12, load=Load(32 * 12))
+    full = make_server("full", 0, 12, load=Load(31))
+    almost = make_server("almost", 0, 12, load=Load(32 * 12 - 1), speed=Speed(0.0001, 0.00001, 0.0))
+    assert hops(plan([full, room])) == ["room 0:12"]
+    # The quick one cannot hold all blocks of this session, but those of a shorter one.
+    assert hops(plan([almost, room])) == ["room 0:12"]
+    assert hops(plan([almost, room], prompt_tokens=1, max_tokens=16)) == ["almost 0:12"]
+    assert "without free cache for 32 tokens (1)" in reason(plan([full]))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from shoal.wire.errors import InvalidRequest, ServerUnreachable, TooLong
+from shoal.wire.errors import InvalidRequest, ServerUnreachable, ShoalError, TooLong, Unavailable
 from tests.support.failing import PROMPT, QUICK, fail_once, greedy
 from tests.support.fake_server import FakeSwarm
 from tests.support.tiny_models import make_tiny
@@ -154,22 +155,47 @@ def test_sf17_slices_share_state_and_config_is_never_changed(turns: FakeSwarm) -
             remote[wrong]
 
 
-def test_s6_a_plan_makes_one_attempt(turns: FakeSwarm) -> None:
-    calls: list[Any] = []
+class CountedRoutes:
+    """Counts what is asked of another source; fails while `error` is set."""
+
+    def __init__(self, source: Any) -> None:
+        self.requests: list[Any] = []
+        self.error: ShoalError | None = None
+        self._source = source
+
+    async def routes(self, request: Any) -> Any:
+        self.requests.append(request)
+        if self.error is not None:
+            raise self.error
+        return await self._source.routes(request)
+
+
+def test_s6_one_attempt_per_refresh_of_the_route(turns: FakeSwarm) -> None:
     source = turns.connection._routes
-
-    class Counting:
-        async def routes(self, request: Any) -> Any:
-            calls.append(request)
-            return await source.routes(request)
-
-    turns.connection._routes = Counting()
+    counted = CountedRoutes(source)
+    turns.connection._routes = counted
+    span = turns.connection.model.blocks
     try:
         turns.model.inference_session(max_tokens=10).close()
+        assert [request.max_tokens for request in counted.requests] == [10]
+        # Whether to try again is for the caller's budget to say.
+        counted.error = Unavailable("nobody answers")
+        with pytest.raises(Unavailable):
+            turns.connection.run(turns.connection.plan(span, 1, 10, 1, ()))
+        assert len(counted.requests) == 2
     finally:
         turns.connection._routes = source
-    assert len(calls) == 1
-    assert calls[0].max_tokens == 10
+
+
+def test_s6_config_is_never_changed_by_use(folder: Path) -> None:
+    given = replace(QUICK, blocked_servers=("somebody",))
+    before = asdict(given)
+    with FakeSwarm(folder, "0:3", "3:6", "3:6", config=given) as swarm:
+        for server in swarm.servers:
+            server.fail = fail_once(2, ServerUnreachable("gone"))
+        assert greedy(swarm.model, 5) == greedy(swarm.reference, 5)
+        assert swarm.connection.config is given
+        assert asdict(given) == before
 
 
 def test_an_interrupted_step_can_be_tried_again(turns: FakeSwarm) -> None:

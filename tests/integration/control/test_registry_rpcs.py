@@ -275,6 +275,56 @@ async def test_the_router_gives_signed_routes_and_says_what_is_missing(owner: Me
         assert isinstance(await refused(stub.GetRoute(request)), InvalidRequest)
 
 
+async def test_rt02_no_route_leads_to_servers_that_load_drain_have_left_or_are_silent(
+    owner: Membership, user: Membership
+) -> None:
+    model = unique("states")
+    stub: Any = RouterServiceStub(await user.router())
+    online, joining, draining, leaving, silent = (FakeBlockServer(owner, 0, 4, model=model) for _ in range(5))
+
+    refusals: set[type[ShoalError]] = set()
+
+    async def usable() -> set[str]:
+        """Return the servers that the router gives a route over, each one asked for alone."""
+        found = set()
+        for server in (online, joining, draining, leaving, silent):
+            request = router_pb2.GetRouteRequest(model=model, max_tokens=16, allowed_servers=[server.server_id])
+            try:
+                answer = await stub.GetRoute(request)
+            except grpc.aio.AioRpcError as error:
+                refusals.add(type(from_rpc_error(error)))
+            else:
+                found |= {hop.record.key_id for hop in answer.route.hops}
+        return found
+
+    async with announcing(online, joining, draining):
+        async with announcing(silent), announcing(leaving):
+
+            async def all_usable() -> bool:
+                return len(await usable()) == 5
+
+            await eventually(all_usable)
+            joining.state = swarm_pb2.SERVER_STATE_JOINING
+            draining.state = swarm_pb2.SERVER_STATE_DRAINING
+        # One says good-bye, of the other nothing is heard any more.
+        await leaving.leave()
+
+        async def only_one() -> bool:
+            return await usable() == {online.server_id}
+
+        refusals.clear()
+        await eventually(only_one)
+        assert refusals == {NoRoute}
+        listed = {entry.record.key_id: entry.state for entry in await all_servers(user)}
+        assert listed[joining.server_id] == swarm_pb2.SERVER_STATE_JOINING
+        assert listed[draining.server_id] == swarm_pb2.SERVER_STATE_DRAINING
+        assert not {leaving.server_id, silent.server_id} & set(listed)
+        request = router_pb2.GetRouteRequest(model=model, max_tokens=16, blocked_servers=[online.server_id])
+        missing = await refused(stub.GetRoute(request))
+        for why in ("in state JOINING (1)", "in state DRAINING (1)", "blocked by the caller (1)"):
+            assert why in missing.message
+
+
 async def test_services_log_no_secret(plane: ControlPlane, user: Membership, module_redis_url: str) -> None:
     logs = plane.logs()
     assert "service.ready" in logs

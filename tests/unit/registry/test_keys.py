@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -17,12 +18,15 @@ class FlakyArchive(MemoryArchive):
     """An archive that counts questions and can be out of reach."""
 
     away = False
+    silent = False
     asked = 0
 
     async def find_key(self, digest: str) -> KeyOwner | None:
         self.asked += 1
         if self.away:
             raise Unavailable("away")
+        if self.silent:
+            await asyncio.Event().wait()
         return await super().find_key(digest)
 
 
@@ -51,6 +55,9 @@ async def test_known_keys_outlive_the_database(monkeypatch: pytest.MonkeyPatch) 
     assert archive.asked == 2
     with pytest.raises(Unavailable):
         await ring.check(new_api_key())
+    archive.away, archive.silent = False, True
+    monkeypatch.setattr("services.registry.keys.PATIENCE_S", 0.05)
+    assert (await ring.check(key)).account == "ann"
 
 
 def write(path: Path, content: str) -> Path:

@@ -16,6 +16,7 @@ from typing import Any
 
 from shoal.dht.book import RecordBook
 from shoal.dht.identity import check_peer, host_address
+from shoal.dht.sockets import socket_prefix
 from shoal.wire.errors import Unavailable, Unsupported
 from shoal.wire.swarm_url import join_address, split_address
 
@@ -64,7 +65,7 @@ class DhtNode:
         hivemind = await asyncio.to_thread(_load_hivemind)
         async with _translated("the DHT cannot be joined", OPEN_TIMEOUT_S):
             try:
-                p2p = await hivemind.P2P.create(**_daemon_arguments(options))
+                p2p = await _with_own_sockets(hivemind.P2P).create(**_daemon_arguments(options))
             except hivemind.P2PDaemonError:
                 # The end of a daemon that gave up is noticed a moment after its last words.
                 await asyncio.sleep(EXIT_NOTICE_S)
@@ -178,6 +179,12 @@ def _load_hivemind() -> _Hivemind:
     # Its records go where this process's records go, not to a handler of its own.
     importlib.import_module("hivemind.utils.logging").use_hivemind_log_handler("nowhere")
     return _Hivemind(node.DHTNode, p2p.P2P, p2p.PeerID, p2p.P2PDaemonError, validator.SignedRecordValidator)
+
+
+def _with_own_sockets(p2p: Any) -> Any:
+    """Return hivemind's `P2P` with the names of its sockets changed to ours."""
+    prefix = socket_prefix()
+    return type("P2P", (p2p,), {"_UNIX_SOCKET_PREFIX": prefix}) if prefix else p2p
 
 
 def _daemon_arguments(options: NodeOptions) -> dict[str, Any]:

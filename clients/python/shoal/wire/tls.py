@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
@@ -111,6 +112,16 @@ def pem_to_der(pem: bytes) -> bytes:
         raise Corrupted("expected a certificate in PEM") from None
 
 
+_MALFORMED = (
+    ValueError,
+    x509.InvalidVersion,
+    x509.ExtensionNotFound,
+    x509.DuplicateExtension,
+    x509.UnsupportedGeneralNameType,
+    UnsupportedAlgorithm,
+)
+
+
 def certificate_name(der: bytes) -> str:
     """Return the TLS name in a certificate (DER).
 
@@ -121,7 +132,7 @@ def certificate_name(der: bytes) -> str:
         extensions = x509.load_der_x509_certificate(der).extensions
         names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         dns_names = names.get_values_for_type(x509.DNSName)
-    except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension):
+    except _MALFORMED:
         dns_names = []
     if len(dns_names) != 1:
         raise Corrupted("expected a certificate (DER) with one DNS name")
