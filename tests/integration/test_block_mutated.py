@@ -159,6 +159,7 @@ class Bystander:
                 await session.close()
 
 
+@pytest.mark.filterwarnings("ignore:Parsed a serial number")  # certificates are mutated too
 @pytest.mark.timeout(900)
 async def test_mutated_frames_stop_nothing_and_disturb_nobody(rig: BlockRig) -> None:
     async with rig.stub() as stub:

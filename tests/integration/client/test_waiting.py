@@ -103,7 +103,8 @@ def test_sf06_eight_threads_take_about_as_long_as_one(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def rigs(folder: Path) -> Iterator[ProxiedRigs]:
-    with ProxiedRigs(folder, "0:3", "3:6", config=QUICK, idle_timeout_s=IDLE_S) as swarm:
+    config = replace(QUICK, open_timeout_s=30.0, recovery_timeout_s=30.0)
+    with ProxiedRigs(folder, "0:3", "3:6", config=config, idle_timeout_s=IDLE_S) as swarm:
         swarm.model.inference_session(max_tokens=1).close()  # connects
         yield swarm
 
@@ -113,10 +114,10 @@ def test_sf16_an_expired_session_is_replayed_and_nobody_is_banned(folder: Path, 
     with rigs.model.inference_session(max_tokens=16) as fresh:
         wanted = [fresh.step(hidden[:, :4]), fresh.step(hidden[:, 4:])]
     with rigs.model.inference_session(max_tokens=16) as session:
-        torch.testing.assert_close(session.step(hidden[:, :4]), wanted[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(session.step(hidden[:, :4]), wanted[0], atol=1e-4, rtol=0)
         assert wait_until(lambda: rigs.open_sessions == 0), "expired"
         assert rigs.all_free
-        torch.testing.assert_close(session.step(hidden[:, 4:]), wanted[1], atol=1e-5, rtol=0)
+        torch.testing.assert_close(session.step(hidden[:, 4:]), wanted[1], atol=1e-4, rtol=0)
         assert [(recovery.reason, recovery.replayed_tokens) for recovery in session.recoveries] == [
             ("SessionLost", 4),
             ("SessionLost", 4),
@@ -138,6 +139,7 @@ def test_sf16_the_cache_of_a_client_that_vanished_is_freed(rigs: ProxiedRigs, ho
         proxy.set_fault()
         proxy.cut_all()
     session.close()
+    rigs.model.inference_session(max_tokens=1).close()  # connects again
 
 
 def test_nw07_a_path_that_went_dead_while_idle_is_left_for_a_new_one(folder: Path) -> None:
@@ -153,7 +155,7 @@ def test_nw07_a_path_that_went_dead_while_idle_is_left_for_a_new_one(folder: Pat
         for proxy in swarm.proxies:
             proxy.set_fault(swallow_after=0)
         again = session.step(hidden[:, 4:])
-        torch.testing.assert_close(again, wanted[:, 4:], atol=1e-5, rtol=0)
+        torch.testing.assert_close(again, wanted[:, 4:], atol=1e-4, rtol=0)
         assert [recovery.reason for recovery in session.recoveries] == ["TimedOut", "TimedOut"]
         assert [proxy.connections for proxy in swarm.proxies] > connections
 
