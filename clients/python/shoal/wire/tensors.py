@@ -122,10 +122,11 @@ class TensorAssembler:
         """How many bytes are still to come."""
         return self._total - self._filled
 
-    def add(self, offset: int, data: bytes) -> None:
-        """Take the next piece.
+    def add(self, offset: int, data: bytes, crc32: int = 0) -> None:
+        """Take the next piece. `crc32` is the checksum of `data`; 0 is not checked.
 
         Raises:
+            Corrupted: if the checksum does not fit.
             BadTensor: if it does not start where the last one ended, is empty, too large, or ends too late.
         """
         if offset != self._filled:
@@ -135,6 +136,8 @@ class TensorAssembler:
         end = offset + len(data)
         if end > self._total:
             raise BadTensor(f"tensor piece ends at byte {end}, the tensor has {self._total}")
+        if crc32 and zlib.crc32(data) != crc32:
+            raise Corrupted(f"tensor bytes {offset} to {end} do not fit their checksum; they changed on the way")
         self._buffer[offset:end] = data
         self._crc = zlib.crc32(data, self._crc)
         self._filled = end
