@@ -28,5 +28,5 @@ async def receive_tensor(
         if frame is None or frame.WhichOneof("frame") != "chunk":
             raise BadTensor(f"step {request.step} is cut short: {assembler.missing_bytes} bytes did not come")
         check_chunk(frame.chunk, request.step)
-        assembler.add(frame.chunk.offset, frame.chunk.data)
+        assembler.add(frame.chunk.offset, frame.chunk.data, frame.chunk.crc32)
     return finish_tensor(assembler, request)

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import math
 import time
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 
@@ -384,4 +385,4 @@ def _pushes(plan: StepPlan, header: common_pb2.TensorHeader, cut: Cut) -> list[p
 
 
 def _chunks(step: int, cut: Cut) -> list[pb.TensorChunk]:
-    return [pb.TensorChunk(step=step, offset=offset, data=data) for offset, data in cut[1:]]
+    return [pb.TensorChunk(step=step, offset=offset, data=data, crc32=zlib.crc32(data)) for offset, data in cut[1:]]

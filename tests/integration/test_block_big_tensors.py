@@ -108,6 +108,19 @@ async def test_chunks_that_are_not_the_tensors(change: str, expected: type[Excep
         assert type(await refusal(call)) is expected
 
 
+async def test_a_changed_chunk_is_refused_before_the_tensor_is_whole(rig: BlockRig) -> None:
+    frames = step_frames(0, [0], [300], torch.ones(300, HIDDEN))
+    frames[1].chunk.crc32 = 1
+    async with rig.stub() as stub:
+        call = stub.Infer()
+        await opened(rig, call)
+        for frame in frames[:2]:
+            await call.write(frame)
+        error = await refusal(call)
+        assert type(error) is Corrupted
+        assert "bytes 524288 to" in str(error)
+
+
 async def test_steps_beyond_the_servers_bound_are_refused_by_their_header(folder: Path) -> None:
     rows, tokens = 512, 400
     async with block_rig(folder, cache_tokens=rows * tokens, max_session_rows=rows) as rig, rig.stub() as stub:

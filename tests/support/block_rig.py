@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import zlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -187,7 +188,8 @@ class RawSession:
         assembler.add(0, response.data)
         while not assembler.complete:
             chunk = (await self.answer()).chunk
-            assembler.add(chunk.offset, chunk.data)
+            assert chunk.crc32 == zlib.crc32(chunk.data)
+            assembler.add(chunk.offset, chunk.data, chunk.crc32)
         self._number += 1
         self._positions = list(response.row_positions)
         return assembler.tensor(), response

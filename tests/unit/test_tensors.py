@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import pytest
@@ -85,6 +86,17 @@ def test_changed_bytes_are_found() -> None:
     found.add(0, bytes(changed))
     with pytest.raises(Corrupted, match="checksum"):
         found.tensor()
+
+
+def test_a_changed_piece_is_found_when_it_comes() -> None:
+    _, view = encode(torch.ones(SHAPE))
+    found = assembler()
+    found.add(0, bytes(view[:20]), zlib.crc32(view[:20]))
+    with pytest.raises(Corrupted, match="bytes 20 to 28"):
+        found.add(20, bytes(view[20:28]), 1)
+    found.add(20, bytes(view[20:28]))
+    found.add(28, bytes(view[28:]), zlib.crc32(view[28:]))
+    assert torch.equal(found.tensor(), torch.ones(SHAPE))
 
 
 def test_tensors_that_do_not_travel_are_refused() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -176,7 +177,7 @@ class HopStream:
             row_sources=part.sources if ops else (),
             truncate=part.cut and ops,
         )
-        chunks = [pb.TensorChunk(step=step, offset=offset, data=data) for offset, data in more]
+        chunks = [pb.TensorChunk(step=step, offset=offset, data=data, crc32=zlib.crc32(data)) for offset, data in more]
         self.sign_s = time.monotonic()
         frames = [pb.InferRequest(step=request), *(pb.InferRequest(chunk=chunk) for chunk in chunks)]
         await self._write(frames, self._step_timeout_s)
@@ -305,7 +306,7 @@ class HopStream:
             self.sign_s = time.monotonic()
             if more.WhichOneof("frame") != "chunk" or more.chunk.step != expected.step:
                 raise self._named(Corrupted(f"the answer to step {expected.step} is incomplete"))
-            assembler.add(more.chunk.offset, more.chunk.data)
+            assembler.add(more.chunk.offset, more.chunk.data, more.chunk.crc32)
         hidden = assembler.tensor()
         if not bool(torch.isfinite(hidden).all()):
             raise self._named(Corrupted("the server answered with NaN or infinity"))

@@ -1,7 +1,7 @@
 """Tensors as bytes and back: header, pieces, reassembly with checks.
 
-A header is checked whole before a byte is stored; what comes out is bit-equal to what went in. Big-endian
-machines are not supported.
+A header is checked whole before a byte is stored. With CODEC_NONE, what comes out is bit-equal to what went in; the
+other codecs, of `shoal.wire.codecs`, lose a little. Big-endian machines are not supported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,19 @@ from collections.abc import Iterator
 import torch
 
 from shoal.v1 import common_pb2 as common
+from shoal.wire.codecs import check_codec, check_length, from_bytes, to_bytes
 from shoal.wire.errors import BadTensor, Corrupted, Unsupported
+
+__all__ = [
+    "CHUNK_BYTES",
+    "MAX_TENSOR_BYTES",
+    "TensorAssembler",
+    "check_codec",
+    "dtype_from_wire",
+    "dtype_to_wire",
+    "encode",
+    "pieces",
+]
 
 CHUNK_BYTES = 512 * 1024
 MAX_TENSOR_BYTES = 1 << 30
@@ -53,14 +65,13 @@ def encode(
 
     Raises:
         Unsupported: for a codec or element type that does not travel.
-        BadTensor: for an empty tensor or one with too many dimensions.
+        BadTensor: for an empty tensor, one with too many dimensions, or values that the codec cannot carry.
     """
     check_codec(codec)
     code = dtype_to_wire(tensor.dtype)
     if tensor.numel() == 0 or not 1 <= tensor.dim() <= _MAX_DIMENSIONS:
         raise BadTensor(f"a tensor of shape {tuple(tensor.shape)} does not travel")
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    view = flat.view(torch.uint8).numpy().data
+    view = to_bytes(tensor, codec)
     header = common.TensorHeader(
         dtype=code, shape=tensor.shape, codec=codec, total_bytes=len(view), crc32=zlib.crc32(view)
     )
@@ -71,16 +82,6 @@ def pieces(view: memoryview, limit: int = CHUNK_BYTES) -> Iterator[tuple[int, by
     """Cut bytes into pieces of at most `limit`, each with its offset."""
     for offset in range(0, len(view), limit):
         yield offset, bytes(view[offset : offset + limit])
-
-
-def check_codec(codec: int) -> None:
-    """Refuse a codec that this version does not know.
-
-    Raises:
-        Unsupported: naming the code.
-    """
-    if codec != common.CODEC_NONE:
-        raise Unsupported(f"tensor codec code {codec} is not supported; use CODEC_NONE")
 
 
 class TensorAssembler:
@@ -96,6 +97,7 @@ class TensorAssembler:
     ) -> None:
         check_codec(header.codec)
         _check_header(header, expect_dtype, expect_shape)
+        self._codec = header.codec
         self._dtype = expect_dtype
         self._shape = expect_shape
         self._crc_expected = header.crc32
@@ -120,10 +122,11 @@ class TensorAssembler:
         """How many bytes are still to come."""
         return self._total - self._filled
 
-    def add(self, offset: int, data: bytes) -> None:
-        """Take the next piece.
+    def add(self, offset: int, data: bytes, crc32: int = 0) -> None:
+        """Take the next piece. `crc32` is the checksum of `data`; 0 is not checked.
 
         Raises:
+            Corrupted: if the checksum does not fit.
             BadTensor: if it does not start where the last one ended, is empty, too large, or ends too late.
         """
         if offset != self._filled:
@@ -133,22 +136,24 @@ class TensorAssembler:
         end = offset + len(data)
         if end > self._total:
             raise BadTensor(f"tensor piece ends at byte {end}, the tensor has {self._total}")
+        if crc32 and zlib.crc32(data) != crc32:
+            raise Corrupted(f"tensor bytes {offset} to {end} do not fit their checksum; they changed on the way")
         self._buffer[offset:end] = data
         self._crc = zlib.crc32(data, self._crc)
         self._filled = end
 
     def tensor(self) -> torch.Tensor:
-        """Return the tensor; it owns its memory.
+        """Return the tensor; it owns its memory, or shares it with `encoded` only.
 
         Raises:
-            BadTensor: if bytes are missing.
+            BadTensor: if bytes are missing or contradict themselves.
             Corrupted: if the checksum does not fit.
         """
         if not self.complete:
             raise BadTensor(f"tensor is cut short: {self._filled} of {self._total} bytes came")
         if self._crc != self._crc_expected:
             raise Corrupted("tensor bytes do not fit their checksum; they changed on the way")
-        return torch.frombuffer(self._buffer, dtype=self._dtype).reshape(self._shape)
+        return from_bytes(self._buffer, self._codec, self._dtype, self._shape)
 
 
 def _check_header(header: common.TensorHeader, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -159,9 +164,8 @@ def _check_header(header: common.TensorHeader, dtype: torch.dtype, shape: tuple[
         raise BadTensor(f"tensor shape {list(header.shape)[:_MAX_DIMENSIONS]} needs 1 to 8 sizes of at least 1")
     if tuple(header.shape) != tuple(shape):
         raise BadTensor(f"tensor has shape {list(header.shape)}, expected {list(shape)}")
-    size = math.prod(header.shape) * dtype.itemsize
-    if header.total_bytes != size:
-        raise BadTensor(f"tensor of shape {list(header.shape)} has {size} bytes, the header says {header.total_bytes}")
+    check_length(header.codec, dtype, header.shape, header.total_bytes)
+    size = max(math.prod(header.shape) * dtype.itemsize, header.total_bytes)
     if size > MAX_TENSOR_BYTES:
         raise BadTensor(f"tensor has {size} bytes, allowed are {MAX_TENSOR_BYTES}")
 
