@@ -63,9 +63,11 @@ class RigSwarm:
         self.checkpoint = Checkpoint.open(folder)
         self.reference: Any = load_reference(folder)
         self._signer = TokenSigner(IdentityKey.generate(), SWARM_ID)
-        self._loop = LoopThread("rig-servers")
+        self.servers_loop = LoopThread("rig-servers")
         self._stack = AsyncExitStack()
-        self.rigs: list[BlockRig] = [self._loop.run(self._start(folder, cut, dict(options or {}))) for cut in cuts]
+        self.rigs: list[BlockRig] = [
+            self.servers_loop.run(self._start(folder, cut, dict(options or {}))) for cut in cuts
+        ]
         self.records = [self._record(rig, proxied(index, rig.server.address)) for index, rig in enumerate(self.rigs)]
         family = self.checkpoint.family
         remote = RemoteModel(model_key(self.checkpoint, "fp32"), family, torch.float32)
@@ -97,7 +99,7 @@ class RigSwarm:
 
     def stop(self, index: int) -> None:
         """Stop a server at once, as if it were killed."""
-        self._loop.run(self.rigs[index].server.stop(0))
+        self.servers_loop.run(self.rigs[index].server.stop(0))
 
     @property
     def pushed_steps(self) -> list[int]:
@@ -123,9 +125,9 @@ class RigSwarm:
     def close(self) -> None:
         """Close the client, then the servers."""
         self.connection.close()
-        self._loop.run(self._stack.aclose())
-        self._loop.close()
-        self._loop.join(5)
+        self.servers_loop.run(self._stack.aclose())
+        self.servers_loop.close()
+        self.servers_loop.join(5)
 
     def __enter__(self) -> Self:
         return self
