@@ -22,7 +22,7 @@ def _modules(folder: Path, package: str, without: frozenset[str] = frozenset()) 
 @pytest.mark.parametrize(
     "modules",
     [
-        _modules(ROOT / "clients/python/shoal/wire", "shoal.wire", frozenset({"tensors"})),
+        _modules(ROOT / "clients/python/shoal/wire", "shoal.wire", frozenset({"tensors", "codecs"})),
         _modules(ROOT / "clients/python/shoal/swarm", "shoal.swarm"),
         _modules(ROOT / "clients/python/shoal/dht", "shoal.dht", frozenset({"validator"})),
         _modules(ROOT / "services/chassis", "services.chassis"),
