@@ -19,7 +19,7 @@ from services.block_server.engine.engine import Engine, EngineOptions
 from services.block_server.engine.policy import Share, Waiting, choose
 from services.block_server.placement import choose_span
 from shoal.swarm.spans import Span
-from shoal.wire.errors import CacheFull, QueueFull, SessionLost, TimedOut, Unavailable
+from shoal.wire.errors import CacheFull, QueueFull, SessionLost, Unavailable
 
 SPAN = Span(0, 2)
 PAGES = 32
@@ -223,29 +223,6 @@ async def test_decode_steps_go_along_with_every_pass_of_a_long_prompt() -> None:
         assert outcome.row_positions == (160,)
         assert outcome.engine_s > 0
         assert engine.executed_row_blocks >= 320
-
-
-async def test_a_step_past_its_deadline_is_dropped_and_disturbs_nothing_else() -> None:
-    async with running() as (engine, model):
-        session, _, _ = await engine.open(SPAN, 2, 32)
-        other, _, _ = await engine.open(SPAN, 1, 32)
-        await engine.step(session, [3, 1], rows(4))
-        model.gate.clear()
-        first = engine.begin(other, [1], rows(1))
-        await asyncio.sleep(0.01)
-        late = engine.begin(session, [1, 1], rows(2), row_sources=[1, 0], row_positions=[1, 0], deadline_s=0.0)
-        model.gate.set()
-        with pytest.raises(TimedOut):
-            await late.reply
-        assert (await first.reply).row_positions == (1,)
-        assert len(model.passes) == 2
-        assert (await engine.step(session, [1, 1], rows(2))).row_positions == (4, 2)
-
-
-async def test_what_can_never_fit_fails_and_names_the_capacity() -> None:
-    async with running() as (engine, _):
-        with pytest.raises(CacheFull, match=f"has {PAGES * 16} in all"):
-            await engine.open(SPAN, 1, PAGES * 16 + 1, wait_s=60.0)
 
 
 def waiting(key: int, tokens: int = 1, span: Span = SPAN, turn: int | None = None) -> Waiting:

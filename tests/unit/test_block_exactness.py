@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -154,42 +154,6 @@ async def test_a_row_in_scattered_pages_equals_one_in_a_run(tmp_path: Path) -> N
         assert session.cache is not None
         assert not all(row.contiguous for row in session.cache.rows)
         await engine.close(session)
-
-
-@pytest.mark.parametrize("family", ["llama", "bloom"])
-@pytest.mark.parametrize("draft", [0, 3])
-async def test_beams_and_drafts_through_odd_cuts_equal_transformers(family: str, draft: int, tmp_path: Path) -> None:
-    """Rows are exchanged at each step and, with a draft, cut: each then equals a sequence of its own."""
-    folder = make_tiny(tmp_path / "model", family)
-    reference = load_reference(folder)
-    chance = torch.Generator().manual_seed(5)
-    beams = [random_ids(14, 7)] * 3
-    held = [0, 0, 0]
-    async with AsyncExitStack() as stack:
-        hops = []
-        for span in (Span(0, 1), Span(1, 4)):
-            engine = await stack.enter_async_context(engine_of(folder, span, max_step_tokens=16, pages=12))
-            hops.append((engine, (await engine.open(span, 3, 62))[0]))
-        for _ in range(10):
-            sources = torch.randint(0, 3, (3,), generator=chance).tolist()
-            kept = [max(held[source] - draft, 0) for source in sources]
-            beams = [
-                torch.cat([beams[source][: at or 14], random_ids(3 + draft, held[0] + row)])
-                for row, (source, at) in enumerate(zip(sources, kept, strict=True))
-            ]
-            states = [states_between_blocks(reference, beam) for beam in beams]
-            lengths = [len(beam) - at for beam, at in zip(beams, kept, strict=True)]
-            hidden = torch.cat([state[0][at:] for state, at in zip(states, kept, strict=True)])
-            for engine, session in hops:
-                work = engine.begin(session, lengths, hidden, row_sources=sources, row_positions=kept)
-                outcome = await work.reply
-                hidden = outcome.hidden
-                held = list(outcome.row_positions)
-            assert held == [len(beam) for beam in beams]
-            expected = torch.cat([state[4][at:] for state, at in zip(states, kept, strict=True)])
-            assert deviation(hidden, expected) < TOLERANCE
-        for engine, session in hops:
-            await engine.close(session)
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom"])

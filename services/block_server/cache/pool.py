@@ -1,8 +1,7 @@
 """Accounts for pages of KV cache: reserved at open, handed out as rows grow, given back exactly once.
 
-A page is 16 token slots in every block of the span, held by one or more rows of one session. What is reserved can
-always be allocated, so a session that was admitted never runs out and is never preempted. Not thread-safe: the engine
-thread owns the pool. Holds no tensors.
+A page is 16 token slots in every block of the span. What is reserved can always be allocated, so a session that
+was admitted never runs out. Not thread-safe: the engine thread owns the pool. Holds no tensors.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ def pages_for(tokens: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Right to hold `pages` pages; `held` counts the rows behind each page handed out. Only the pool changes it."""
+    """Right to hold `pages` pages; `held` are those handed out. Only the pool changes it."""
 
     pages: int
-    held: dict[int, int] = field(default_factory=dict)
+    held: set[int] = field(default_factory=set)
     open: bool = True
 
 
@@ -57,14 +56,8 @@ class PagePool:
         """Set pages aside for a session.
 
         Raises:
-            CacheFull: if fewer are free; it names the capacity if the pool could never hold so many.
+            CacheFull: if fewer are free.
         """
-        if pages > self.num_pages:
-            raise CacheFull(
-                f"the session needs {pages * PAGE_TOKENS} tokens of cache, this server has "
-                f"{self.num_pages * PAGE_TOKENS} in all; ask for fewer tokens or rows, or use another server",
-                free_token_blocks=str(self.free_token_blocks),
-            )
         if pages > self.free_pages:
             raise CacheFull(
                 f"the session needs {pages * PAGE_TOKENS} tokens of cache, {self.free_pages * PAGE_TOKENS} are free; "
@@ -83,27 +76,8 @@ class PagePool:
         if not reservation.open or len(reservation.held) >= reservation.pages:
             raise ValueError("page asked for beyond the reservation")
         page = self._runs.take(after)
-        reservation.held[page] = 1
+        reservation.held.add(page)
         return page
-
-    def share(self, reservation: Reservation, page: int) -> None:
-        """Count one more row behind a page that the reservation holds.
-
-        Raises:
-            KeyError: if it does not hold the page.
-        """
-        reservation.held[page] += 1
-
-    def release(self, reservation: Reservation, page: int) -> None:
-        """Count one row less behind a page; the last one gives it back.
-
-        Raises:
-            KeyError: if the reservation does not hold the page.
-        """
-        reservation.held[page] -= 1
-        if not reservation.held[page]:
-            del reservation.held[page]
-            self._runs.put(page)
 
     def free(self, reservation: Reservation) -> None:
         """Give back all that a reservation holds. Doing it again does nothing."""

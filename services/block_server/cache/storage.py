@@ -5,8 +5,6 @@ Memory is taken from the system as slots are first written. Slots that were neve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from services.block_server.cache.pool import PAGE_TOKENS
@@ -34,15 +32,6 @@ class KvStorage:
         """Store keys and values `[kv_heads, tokens, head_dim]` in the slots `[tokens]` of a block of the span."""
         self._keys[block].index_copy_(1, slots, keys)
         self._values[block].index_copy_(1, slots, values)
-
-    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole pages, (from, to), in every block. No page is both."""
-        offsets = torch.arange(PAGE_TOKENS)
-        sources = (torch.tensor([page for page, _ in copies])[:, None] * PAGE_TOKENS + offsets).flatten()
-        targets = (torch.tensor([page for _, page in copies])[:, None] * PAGE_TOKENS + offsets).flatten()
-        sources, targets = sources.to(self.device), targets.to(self.device)
-        for tensor in (*self._keys, *self._values):
-            tensor.index_copy_(1, targets, tensor.index_select(1, sources))
 
     def read(self, block: int, extent: slice | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values `[kv_heads, tokens, head_dim]`: views for a slice, copies for an index."""

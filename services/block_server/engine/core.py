@@ -22,7 +22,7 @@ from services.block_server.engine.policy import Share, Waiting
 from services.block_server.engine.work import Close, EngineSession, Message, Open, Rollback, StepOutcome, Work
 from services.block_server.weights.span_model import SpanModel
 from shoal.swarm.snapshot import Load
-from shoal.wire.errors import CacheFull, SessionLost, ShoalError, TimedOut
+from shoal.wire.errors import CacheFull, SessionLost, ShoalError
 
 _DELAY_SMOOTHING = 0.1
 
@@ -85,7 +85,6 @@ class EngineCore:
 
     def iterate(self) -> None:
         """Run one pass over what the policy chooses, if anything waits."""
-        self._drop_expired(time.monotonic())
         waiting = [
             Waiting(key, work.arrival, work.turn, work.tokens - work.done, work.session.span, work.decode)
             for key, work in self._waiting.items()
@@ -128,17 +127,9 @@ class EngineCore:
         for key in [key for key, work in self._waiting.items() if work.session is session]:
             self._settle(self._waiting.pop(key).reply, error)
 
-    def _drop_expired(self, now_s: float) -> None:
-        """Settle steps whose deadline has passed. What a session holds stays as it is until it is closed."""
-        for key in [key for key, work in self._waiting.items() if work.deadline_s <= now_s]:
-            self._settle(self._waiting.pop(key).reply, TimedOut("the step's deadline passed before it was computed"))
-
     def _pass(self, taken: Sequence[_Taken]) -> None:
         started_s = time.perf_counter()
-        copies: list[tuple[int, int]] = []
-        segments = [segment for share in taken for segment in _segments(share, copies)]
-        if copies:
-            self._storage.copy_pages(copies)
+        segments = [segment for share in taken for segment in _segments(share)]
         span = taken[0].work.session.span
         batch = PackedBatch(segments, self._storage, self._model.span.start)
         hidden = torch.cat([s.work.hidden[s.work.done : s.work.done + s.end - s.start] for s in taken])
@@ -191,23 +182,18 @@ def _lay_out(waiting: dict[int, Work], shares: Sequence[Share]) -> list[_Taken]:
     return taken
 
 
-def _segments(share: _Taken, copies: list[tuple[int, int]]) -> list[Segment]:
-    """Cut a share into rows and hold pages for the new tokens; adds the pages to copy before the pass."""
+def _segments(share: _Taken) -> list[Segment]:
+    """Cut a share into rows and hold pages for the new tokens."""
     work, cache = share.work, share.work.session.cache
     if cache is None:
         raise ValueError("a freed session was chosen for a pass")
-    if not work.done:
-        if work.row_sources:
-            cache.fork(work.row_sources)
-        if work.row_positions is not None:
-            cache.truncate(work.row_positions)
     segments, position, start = [], 0, share.start
     last_token = work.done + share.end - share.start
     for index, length in enumerate(work.row_lengths):
         count = min(position + length, last_token) - max(position, work.done)
         position += length
         if count > 0:
-            copies.extend(cache.grow(index, count))
+            cache.grow(index, count)
             row = cache.rows[index]
             segments.append(Segment(row, start, start + count, row.length))
             start += count

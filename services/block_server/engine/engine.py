@@ -7,12 +7,11 @@ exactly once, before the next pass. What a pass computes and what is freed when 
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypedDict, Unpack
+from typing import NamedTuple
 
 import torch
 
@@ -34,20 +33,6 @@ class EngineOptions:
     max_step_tokens: int = 256
     max_waiting: int = 1024
     threads: int = 0
-
-
-class Terms(TypedDict, total=False):
-    """What a session may ask for beyond its size: accepted, and without effect so far.
-
-    `account`, `bid` and `paid` order its steps; `wait_s` is how long it waits for cache; `prefixes` are the chained
-    hashes of each row's full pages.
-    """
-
-    account: str
-    bid: int
-    paid: bool
-    wait_s: float
-    prefixes: Sequence[Sequence[bytes]]
 
 
 class Opened(NamedTuple):
@@ -92,7 +77,7 @@ class Engine:
         """Wait until the thread has ended, for whatever reason."""
         await self._stopped.wait()
 
-    async def open(self, span: Span, rows: int, max_tokens: int, **_: Unpack[Terms]) -> Opened:
+    async def open(self, span: Span, rows: int, max_tokens: int, **_: object) -> Opened:
         """Admit a session on the blocks of `span`; returns it and the free cache after it, in tokens x blocks.
 
         Raises:
@@ -116,35 +101,18 @@ class Engine:
         """Compute new tokens of all rows and wait for them; see `begin`."""
         return await self.begin(session, row_lengths, hidden).reply
 
-    def begin(
-        self,
-        session: EngineSession,
-        row_lengths: Sequence[int],
-        hidden: torch.Tensor,
-        *,
-        row_sources: Sequence[int] = (),
-        row_positions: Sequence[int] | None = None,
-        deadline_s: float = math.inf,
-    ) -> Work:
+    def begin(self, session: EngineSession, row_lengths: Sequence[int], hidden: torch.Tensor, **_: object) -> Work:
         """Post a step of all rows: `hidden` is `[tokens, hidden]`, rows one after the other.
 
         The caller has checked shapes, lengths and limits, and has one step of a session under way at a time. The
         outcome, or SessionLost if a step of the session failed before or it is closed, comes in `Work.reply`;
         `Work.done` tells how many tokens are done.
 
-        Before it is computed, rows go on from the caches of `row_sources`, without a copy until they write, and are
-        then cut to `row_positions`. A step that has not been computed in full by `deadline_s`, on the monotonic clock,
-        is dropped before the next pass with TimedOut; its session stays as it is, possibly with part of a long step,
-        and holds its cache until it is closed.
-
         Raises:
             QueueFull, Unavailable: if the engine takes no more.
         """
         reply: asyncio.Future[StepOutcome] = asyncio.get_running_loop().create_future()
-        work = Work(session, tuple(row_lengths), hidden, reply, time.perf_counter())
-        work.row_sources = tuple(row_sources)
-        work.row_positions = None if row_positions is None else tuple(row_positions)
-        work.deadline_s = deadline_s
+        work = Work(session, tuple(row_lengths), hidden, reply, posted_s=time.perf_counter())
         self._mailbox.post(work)
         return work
 

@@ -6,7 +6,6 @@ The loop side owns futures; the engine side owns everything else of a session on
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -53,9 +52,6 @@ class Work:
     hidden: torch.Tensor
     reply: asyncio.Future[StepOutcome]
     posted_s: float
-    row_sources: tuple[int, ...] = ()
-    row_positions: tuple[int, ...] | None = None
-    deadline_s: float = math.inf
     arrival: int = 0
     turn: int = 0
     done: int = 0
