@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
@@ -76,52 +78,85 @@ TestPool = PoolMachine.TestCase
 
 
 class RowsMachine(RuleBasedStateMachine):
-    """Rows of sessions grow in any order: every token has a slot of its own, in a page of its own row."""
+    """Rows of sessions grow, fork and are cut in any order: what a row writes to is its own, counts are exact.
+
+    Each row has a model: the number that was written with each token. `slots` is what the storage would hold.
+    """
 
     sessions = Bundle("sessions")
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(PAGES, BLOCKS)
-        self.live: list[SessionRows] = []
+        self.live: dict[SessionRows, list[list[int]]] = {}
+        self.slots: dict[int, int] = {}
+        self.written = 0
 
-    @rule(target=sessions, rows=st.integers(1, 3), max_tokens=st.integers(1, 70))
+    @rule(target=sessions, rows=st.integers(1, 4), max_tokens=st.integers(1, 70))
     def open(self, rows: int, max_tokens: int) -> object:
         try:
             session = SessionRows(self.pool, rows, max_tokens)
         except CacheFull:
             assert rows * pages_for(max_tokens) > self.pool.free_pages
             return multiple()
-        self.live.append(session)
+        self.live[session] = [[] for _ in range(rows)]
         return session
 
-    @rule(session=sessions, index=st.integers(0, 2), tokens=st.integers(1, 40))
+    @rule(session=sessions, index=st.integers(0, 3), tokens=st.integers(1, 40))
     def grow(self, session: SessionRows, index: int, tokens: int) -> None:
-        row = session.rows[index % len(session.rows)]
+        index %= len(session.rows)
+        row = session.rows[index]
         tokens = min(tokens, session.max_tokens - row.length)
-        if tokens > 0:
-            session.grow(index % len(session.rows), tokens)
-            row.length += tokens
+        if tokens <= 0:
+            return
+        copy = session.grow(index, tokens)
+        if copy is not None:
+            for slot in range(copy.tokens):
+                self.slots[copy.target * PAGE_TOKENS + slot] = self.slots[copy.source * PAGE_TOKENS + slot]
+        for slot in row.slots(row.length, row.length + tokens):
+            self.written += 1
+            self.slots[slot] = self.written
+            self.live[session][index].append(self.written)
+        row.length += tokens
+
+    @rule(session=sessions, data=st.data())
+    def fork(self, session: SessionRows, data: st.DataObject) -> None:
+        rows = len(session.rows)
+        sources = data.draw(st.lists(st.integers(0, rows - 1), min_size=rows, max_size=rows))
+        session.fork(sources)
+        self.live[session] = [list(self.live[session][source]) for source in sources]
+
+    @rule(session=sessions, data=st.data())
+    def truncate(self, session: SessionRows, data: st.DataObject) -> None:
+        kept = [data.draw(st.integers(0, row.length)) for row in session.rows]
+        session.truncate(kept)
+        self.live[session] = [row[:keep] for row, keep in zip(self.live[session], kept, strict=True)]
 
     @rule(session=consumes(sessions))
     def close(self, session: SessionRows) -> None:
         session.free()
-        self.live.remove(session)
+        del self.live[session]
 
     @invariant()
-    def slots_are_disjoint(self) -> None:
-        slots = [slot for session in self.live for row in session.rows for slot in row.slots(0, row.length)]
-        assert len(slots) == len(set(slots))
-        for session in self.live:
-            for row in session.rows:
+    def rows_hold_what_was_written(self) -> None:
+        for session, model in self.live.items():
+            for row, expected in zip(session.rows, model, strict=True):
                 assert len(row.pages) == pages_for(row.length)
+                assert [self.slots[slot] for slot in row.slots(0, row.length)] == expected
                 if row.length:
                     extent = row.extent(row.length)
                     found = range(extent.start, extent.stop) if isinstance(extent, slice) else extent.tolist()
                     assert list(found) == row.slots(0, row.length)
 
+    @invariant()
+    def references_are_exact(self) -> None:
+        used = Counter(page for session in self.live for row in session.rows for page in row.pages)
+        assert [self.pool.references(page) for page in range(PAGES)] == [used[page] for page in range(PAGES)]
+        assert len(used) + self.pool.unused_pages == PAGES
+
     def teardown(self) -> None:
         for session in self.live:
+            session.free()
             session.free()
         assert self.pool.free_pages == self.pool.unused_pages == PAGES
 

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from services.block_server.cache.pool import PagePool
-from services.block_server.cache.storage import KvStorage
-from services.block_server.engine.engine import Engine, EngineOptions
-from services.block_server.weights.span_model import load_span
-from shoal.models.checkpoint import Checkpoint, span_names
 from shoal.swarm.spans import Span
+from tests.support.engines import engine_of, random_ids
 from tests.support.references import deviation, states_between_blocks
-from tests.support.tiny_models import VOCABULARY, load_reference, make_tiny
+from tests.support.tiny_models import load_reference, make_tiny
 
 TOLERANCE = 1e-5
 # Not all six blocks: each one of these wild models makes rounding differences a few times larger.
@@ -29,30 +23,6 @@ VARIANTS = [
     ("bloom", {"num_blocks": 4}),
     ("bloom", {"tied": True, "n_head": 8, "apply_residual_connection_post_layernorm": True, "num_blocks": 3}),
 ]
-
-
-@asynccontextmanager
-async def engine_of(folder: Path, span: Span, max_step_tokens: int = 256, pages: int = 64) -> AsyncIterator[Engine]:
-    """Run an engine on a span, without a server."""
-    checkpoint = Checkpoint.open(folder)
-    device = torch.device("cpu")
-    model = load_span(checkpoint, span, torch.float32, device)
-    assert checkpoint.opened == set(span_names(checkpoint.family, span))
-    family = checkpoint.family
-    pool = PagePool(pages, len(span))
-    storage = KvStorage(len(span), pages, family.kv_heads, family.head_dim, dtype=torch.float32, device=device)
-    engine = Engine(model, pool, storage, EngineOptions(max_step_tokens=max_step_tokens, threads=1))
-    engine.start()
-    try:
-        yield engine
-        assert engine.load().free_token_blocks == pages * 16 * len(span)
-    finally:
-        await engine.stop()
-
-
-def random_ids(length: int, seed: int) -> torch.Tensor:
-    """Return `length` ids."""
-    return torch.randint(1, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(("family", "options"), VARIANTS)

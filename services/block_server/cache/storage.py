@@ -5,6 +5,8 @@ Memory is taken from the system as slots are first written. Slots that were neve
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 
 from services.block_server.cache.pool import PAGE_TOKENS
@@ -39,3 +41,11 @@ class KvStorage:
         if isinstance(extent, slice):
             return keys[:, extent], values[:, extent]
         return keys.index_select(1, extent), values.index_select(1, extent)
+
+    def copy(self, blocks: Iterable[int], sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy slots to other slots in these blocks of the span. All are read before any is written."""
+        taken = torch.tensor(sources, dtype=torch.long, device=self.device)
+        given = torch.tensor(targets, dtype=torch.long, device=self.device)
+        for block in blocks:
+            for tensor in (self._keys[block], self._values[block]):
+                tensor.index_copy_(1, given, tensor.index_select(1, taken))

@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 
-from services.block_server.cache.pool import PagePool
-from services.block_server.cache.rows import SessionRows
+from services.block_server.cache.pool import PAGE_TOKENS, PagePool
+from services.block_server.cache.rows import Copy, SessionRows
 from services.block_server.cache.storage import KvStorage
 from services.block_server.engine.batch import PackedBatch, Segment
 from services.block_server.engine.policy import Share, Waiting
 from services.block_server.engine.work import Close, EngineSession, Message, Open, Rollback, StepOutcome, Work
 from services.block_server.weights.span_model import SpanModel
 from shoal.swarm.snapshot import Load
+from shoal.swarm.spans import Span
 from shoal.wire.errors import CacheFull, SessionLost, ShoalError
 
 _DELAY_SMOOTHING = 0.1
@@ -78,10 +79,8 @@ class EngineCore:
                 assert session.cache is not None
                 session.cache.truncate(row_positions)
                 self._settle(reply, None)
-            case Work():
-                self._sequence += 1
-                message.arrival = message.turn = self._sequence
-                self._waiting[message.arrival] = message
+            case Work(session):
+                self._enqueue(message, session)
 
     def iterate(self) -> None:
         """Run one pass over what the policy chooses, if anything waits."""
@@ -127,10 +126,28 @@ class EngineCore:
         for key in [key for key, work in self._waiting.items() if work.session is session]:
             self._settle(self._waiting.pop(key).reply, error)
 
+    def _enqueue(self, work: Work, session: EngineSession) -> None:
+        try:
+            assert session.cache is not None
+            if work.row_sources:
+                session.cache.fork(work.row_sources)
+            if work.row_positions is not None:
+                session.cache.truncate(work.row_positions)
+        except ValueError as error:
+            self._release(session, error)
+            self._settle(work.reply, error)
+            return
+        self._sequence += 1
+        work.arrival = work.turn = self._sequence
+        self._waiting[work.arrival] = work
+
     def _pass(self, taken: Sequence[_Taken]) -> None:
         started_s = time.perf_counter()
-        segments = [segment for share in taken for segment in _segments(share)]
+        copies: list[Copy] = []
+        segments = [segment for share in taken for segment in _segments(share, copies)]
         span = taken[0].work.session.span
+        if copies:
+            self._copy(copies, span)
         batch = PackedBatch(segments, self._storage, self._model.span.start)
         hidden = torch.cat([s.work.hidden[s.work.done : s.work.done + s.end - s.start] for s in taken])
         output = self._model.forward(hidden.to(self._storage.device), batch, span).to("cpu")
@@ -141,6 +158,13 @@ class EngineCore:
         self._sequence += 1
         for share in taken:
             self._credit(share, output, started_s, spent_s, len(taken))
+
+    def _copy(self, copies: Sequence[Copy], span: Span) -> None:
+        """Give rows that are about to write into a shared page their own copy of it."""
+        sources = [copy.source * PAGE_TOKENS + slot for copy in copies for slot in range(copy.tokens)]
+        targets = [copy.target * PAGE_TOKENS + slot for copy in copies for slot in range(copy.tokens)]
+        first = self._model.span.start
+        self._storage.copy(range(span.start - first, span.end - first), sources, targets)
 
     def _credit(self, share: _Taken, output: torch.Tensor, started_s: float, spent_s: float, packed: int) -> None:
         work = share.work
@@ -182,8 +206,8 @@ def _lay_out(waiting: dict[int, Work], shares: Sequence[Share]) -> list[_Taken]:
     return taken
 
 
-def _segments(share: _Taken) -> list[Segment]:
-    """Cut a share into rows and hold pages for the new tokens."""
+def _segments(share: _Taken, copies: list[Copy]) -> list[Segment]:
+    """Cut a share into rows and hold pages for the new tokens; what must be copied before is added to `copies`."""
     work, cache = share.work, share.work.session.cache
     if cache is None:
         raise ValueError("a freed session was chosen for a pass")
@@ -193,7 +217,8 @@ def _segments(share: _Taken) -> list[Segment]:
         count = min(position + length, last_token) - max(position, work.done)
         position += length
         if count > 0:
-            cache.grow(index, count)
+            if (copy := cache.grow(index, count)) is not None:
+                copies.append(copy)
             row = cache.rows[index]
             segments.append(Segment(row, start, start + count, row.length))
             start += count

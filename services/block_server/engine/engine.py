@@ -7,6 +7,7 @@ exactly once, before the next pass. What a pass computes and what is freed when 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -97,22 +98,53 @@ class Engine:
                 self.discard(session)
         return Opened(session, free_token_blocks, ())
 
-    async def step(self, session: EngineSession, row_lengths: Sequence[int], hidden: torch.Tensor) -> StepOutcome:
+    async def step(
+        self,
+        session: EngineSession,
+        row_lengths: Sequence[int],
+        hidden: torch.Tensor,
+        *,
+        row_sources: Sequence[int] = (),
+        row_positions: Sequence[int] | None = None,
+    ) -> StepOutcome:
         """Compute new tokens of all rows and wait for them; see `begin`."""
-        return await self.begin(session, row_lengths, hidden).reply
+        work = self.begin(session, row_lengths, hidden, row_sources=row_sources, row_positions=row_positions)
+        return await work.reply
 
-    def begin(self, session: EngineSession, row_lengths: Sequence[int], hidden: torch.Tensor, **_: object) -> Work:
+    def begin(
+        self,
+        session: EngineSession,
+        row_lengths: Sequence[int],
+        hidden: torch.Tensor,
+        *,
+        row_sources: Sequence[int] = (),
+        row_positions: Sequence[int] | None = None,
+        deadline_s: float = math.inf,
+    ) -> Work:
         """Post a step of all rows: `hidden` is `[tokens, hidden]`, rows one after the other.
 
+        First each row goes on from what row `row_sources[row]` holds, if they are given; then it forgets all but
+        its first `row_positions[row]` tokens, if they are given; then it takes `row_lengths[row]` new ones.
+
         The caller has checked shapes, lengths and limits, and has one step of a session under way at a time. The
-        outcome, or SessionLost if a step of the session failed before or it is closed, comes in `Work.reply`;
-        `Work.done` tells how many tokens are done.
+        outcome, or SessionLost if a step of the session failed before or it is closed, or TimedOut if the step was
+        not done at `deadline_s` (time.monotonic), comes in `Work.reply`; `Work.done` tells how many tokens are done.
+        A step that fails ends its session.
 
         Raises:
             QueueFull, Unavailable: if the engine takes no more.
         """
         reply: asyncio.Future[StepOutcome] = asyncio.get_running_loop().create_future()
-        work = Work(session, tuple(row_lengths), hidden, reply, posted_s=time.perf_counter())
+        work = Work(
+            session,
+            tuple(row_lengths),
+            hidden,
+            reply,
+            time.perf_counter(),
+            tuple(row_sources),
+            None if row_positions is None else tuple(row_positions),
+            deadline_s,
+        )
         self._mailbox.post(work)
         return work
 

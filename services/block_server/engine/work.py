@@ -6,6 +6,7 @@ The loop side owns futures; the engine side owns everything else of a session on
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -45,13 +46,20 @@ class StepOutcome:
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One step on its way through the engine."""
+    """One step on its way through the engine.
+
+    First rows go on from `row_sources`, then they keep only `row_positions` tokens, then they take new ones. `posted_s`
+    is time.perf_counter's, `deadline_s` time.monotonic's.
+    """
 
     session: EngineSession
     row_lengths: tuple[int, ...]
     hidden: torch.Tensor
     reply: asyncio.Future[StepOutcome]
     posted_s: float
+    row_sources: tuple[int, ...] = ()
+    row_positions: tuple[int, ...] | None = None
+    deadline_s: float = math.inf
     arrival: int = 0
     turn: int = 0
     done: int = 0

@@ -1,0 +1,44 @@
+"""An engine on a span of a model, without a server around it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import torch
+
+from services.block_server.cache.pool import PAGE_TOKENS, PagePool
+from services.block_server.cache.storage import KvStorage
+from services.block_server.engine.engine import Engine, EngineOptions
+from services.block_server.weights.span_model import load_span
+from shoal.models.checkpoint import Checkpoint, span_names
+from shoal.swarm.spans import Span
+from tests.support.tiny_models import VOCABULARY
+
+
+@asynccontextmanager
+async def engine_of(
+    folder: Path, span: Span, max_step_tokens: int = 256, pages: int = 64, dtype: torch.dtype = torch.float32
+) -> AsyncIterator[Engine]:
+    """Run an engine on a span; at the end all of its cache must be free."""
+    checkpoint = Checkpoint.open(folder)
+    device = torch.device("cpu")
+    model = load_span(checkpoint, span, dtype, device)
+    assert checkpoint.opened == set(span_names(checkpoint.family, span))
+    family = checkpoint.family
+    pool = PagePool(pages, len(span))
+    storage = KvStorage(len(span), pages, family.kv_heads, family.head_dim, dtype=dtype, device=device)
+    engine = Engine(model, pool, storage, EngineOptions(max_step_tokens=max_step_tokens, threads=1))
+    engine.start()
+    try:
+        yield engine
+        assert engine.load().free_token_blocks == pages * PAGE_TOKENS * len(span)
+    finally:
+        await engine.stop()
+    assert pool.free_pages == pool.unused_pages == pages
+
+
+def random_ids(length: int, seed: int) -> torch.Tensor:
+    """Return `length` ids."""
+    return torch.randint(1, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
