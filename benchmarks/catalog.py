@@ -11,6 +11,11 @@ from benchmarks.bench import Run
 CATALOG: Mapping[str, str] = {
     "P1": "benchmarks.decode",
     "P2": "benchmarks.step",
+    "P3": "benchmarks.concurrent",
+    "P4": "benchmarks.entering",
+    "P5": "benchmarks.first_token",
+    "P6": "benchmarks.distant",
+    "P10": "benchmarks.compressed",
     "P11": "benchmarks.kill",
     "P14": "benchmarks.notice",
     "P15": "benchmarks.startup",

@@ -28,11 +28,15 @@ _WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Ids and times of one generation. `first_s` includes opening the session and the prompt."""
+    """Ids and times of one generation.
+
+    `first_s` includes opening the session and the prompt. `times_s` tells when each id came (perf_counter).
+    """
 
     ids: tuple[int, ...]
     first_s: float
     decode_s: float
+    times_s: tuple[float, ...] = ()
 
     @property
     def decode_rate(self) -> float:
@@ -66,8 +70,9 @@ def generate(model: Any, prompt: torch.Tensor, tokens: int) -> Generation:
         prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=tokens, streamer=clock
     )
     # The first thing that a streamer gets is the prompt.
-    _, first_s, *_ = clock.times_s
-    return Generation(tuple(ids[0, prompt.shape[1] :].tolist()), first_s - start_s, clock.times_s[-1] - first_s)
+    times_s = tuple(clock.times_s[1:])
+    new = tuple(ids[0, prompt.shape[1] :].tolist())
+    return Generation(new, times_s[0] - start_s, times_s[-1] - times_s[0], times_s)
 
 
 def run(bench: Bench) -> Figures:

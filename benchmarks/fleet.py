@@ -45,11 +45,11 @@ class Fleet:
             child.let_go()
         self._stack.close()
 
-    def start(self, span: str, name: str = "") -> str:
-        """Start a server and return its name; the same name again is the same server."""
+    def start(self, span: str, name: str = "", *more: str) -> str:
+        """Start a server and return its name; the same name again is the same server. `more` are further options."""
         name = name or f"fleet-{len(self._spans) + 1}"
         self._spans[name] = span
-        options = ("--blocks", span, "--public-name", name, "--dtype", self._bench.dtype)
+        options = ("--blocks", span, "--public-name", name, "--dtype", self._bench.dtype, *more)
         server = joining_server(self._model, self._access, self._bench.scratch / name, *options)
         self._children[name] = self._stack.enter_context(server)
         return name

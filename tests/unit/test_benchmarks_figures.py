@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import decode, step
+from benchmarks import concurrent, decode, distant, step
 from benchmarks.bench import BenchmarkError
 from benchmarks.children import wait_until
 from benchmarks.decode import Generation
@@ -35,6 +35,21 @@ def test_the_prompt_is_not_part_of_the_decode_rate() -> None:
     generation = Generation(tuple(range(11)), 100.0, 2.0)
     assert generation.decode_rate == 5.0
     assert generation.whole_rate == pytest.approx(11 / 102)
+
+
+def test_sessions_at_once_count_while_all_decode() -> None:
+    found = concurrent.rates([(1.0, 2.0, 3.0, 4.0), (2.0, 3.0, 4.0, 5.0)], 0.0)
+    # From 2 to 4 seconds each of the two gives two tokens.
+    assert found.decode_rate == pytest.approx(2.0)
+    assert found.whole_rate == pytest.approx(8 / 5)
+    apart = concurrent.rates([(1.0, 2.0), (3.0, 5.0)], 0.0)
+    assert apart.decode_rate == pytest.approx(3 / 4)
+
+
+def test_far_servers_are_measured_by_what_the_delays_allow() -> None:
+    value, detail = distant.figure([0.05, 0.04, 0.9], [0.5, 0.5, 0.1])
+    assert detail["bound_s"] == pytest.approx(0.25)
+    assert value == pytest.approx(0.5)
 
 
 def test_step_overhead_leaves_out_the_engine() -> None:
