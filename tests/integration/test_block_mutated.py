@@ -191,7 +191,7 @@ async def test_mutated_frames_stop_nothing_and_disturb_nobody(rig: BlockRig) -> 
     assert InternalError.__name__ not in found, found
     assert len(found) > 8, found
     give_up_s = time.monotonic() + 10
-    while rig.engine.load().open_sessions and time.monotonic() < give_up_s:
+    while rig.engine.load().open_sessions and time.monotonic() < give_up_s:  # noqa: ASYNC110 - nothing tells
         await asyncio.sleep(0.01)
     assert rig.engine.load().open_sessions == 0
     async with rig.stub() as stub:
