@@ -31,6 +31,8 @@ class SequenceManagerConfig:
         push: whether servers hand their outputs straight to the next one; else the client carries them.
         prefill_chunk_tokens: a longer step goes through the servers in parts of so many tokens, so that one works on
             the next part while another has the last; 0 sends it whole.
+        share_prefixes: whether servers may go on from what they computed for an earlier session of this account that
+            began with the same ids.
         codec: how activations travel: `none` as they are; `fp16`, `bf16` and `int8` are smaller and lose a little.
     """
 
@@ -48,6 +50,7 @@ class SequenceManagerConfig:
     journal_bytes: int = 256 * 1024 * 1024
     push: bool = True
     prefill_chunk_tokens: int = 128
+    share_prefixes: bool = True
     codec: str = "none"
 
     def __post_init__(self) -> None:

@@ -20,11 +20,13 @@ import torch
 
 from shoal.client.config import SequenceManagerConfig, SequenceManagerState
 from shoal.client.discovery import Discovery
+from shoal.client.encoding import CODECS, as_sent
 from shoal.client.failures import Bans, judge
 from shoal.client.hops import HopStream, Output
 from shoal.client.journal import Journal
 from shoal.client.links import plan_links
 from shoal.client.loop import LoopThread
+from shoal.client.prefixes import page_chains
 from shoal.client.routes import RouteSource
 from shoal.client.session import InferenceSession
 from shoal.models.families import Family
@@ -33,7 +35,6 @@ from shoal.swarm.routing import Route, RouteRequest
 from shoal.swarm.snapshot import ModelKey, Server
 from shoal.swarm.spans import Span
 from shoal.v1 import block_server_pb2 as pb
-from shoal.v1 import common_pb2 as common
 from shoal.v1.block_server_pb2_grpc import BlockServerServiceStub
 from shoal.wire.channels import open_channel
 from shoal.wire.errors import (
@@ -49,18 +50,12 @@ from shoal.wire.memory import memory_path
 from shoal.wire.records import PROTOCOL, model_to_proto, span_to_proto
 from shoal.wire.status import from_rpc_error
 from shoal.wire.swarm_url import known_peers, resolve_swarm
-from shoal.wire.tensors import TensorAssembler, dtype_to_wire, encode, pieces
+from shoal.wire.tensors import dtype_to_wire
 
 T = TypeVar("T")
 _CLOSE_TIMEOUT_S = 5.0
 _RETIRE_GRACE_S = 60.0
 _UNREACHABLE_S = 300.0
-_CODECS = {
-    "none": common.CODEC_NONE,
-    "fp16": common.CODEC_FLOAT16,
-    "bf16": common.CODEC_BFLOAT16,
-    "int8": common.CODEC_INT8_BLOCK64,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +157,12 @@ class SwarmConnection:
         max_tokens: int | None = None,
         prompt_tokens: int = 1,
         span: Span | None = None,
+        prompt: Sequence[torch.Tensor] = (),
     ) -> InferenceSession:
         """Plan a route and open a session of `rows` sequences of at most `max_tokens` each on it.
 
-        `span`: the blocks to run; all of them by default.
+        `span`: the blocks to run; all of them by default. `prompt`: the ids that each row begins with, if servers may
+        go on from what they have computed for an equal beginning.
 
         Raises:
             TooLong: if the model does not take that many tokens.
@@ -181,7 +178,9 @@ class SwarmConnection:
                 f"{max_tokens} tokens are more than the {limit} that {self.model.key.prefix} takes: "
                 "shorten the prompt or ask for fewer new tokens"
             )
-        return InferenceSession(self, span or self.model.blocks, rows, max_tokens).open(prompt_tokens)
+        chains = page_chains(self.model.key, prompt) if self.config.share_prefixes else []
+        session = InferenceSession(self, span or self.model.blocks, rows, max_tokens)
+        return session.open(prompt_tokens, chains if any(chains) else ())
 
     def new_journal(self, rows: int) -> Journal:
         """Return an empty journal for one hop of a session."""
@@ -244,7 +243,7 @@ class SwarmConnection:
         timeouts = (self.config.connect_timeout_s, self.config.step_timeout_s)
         servers = [hop.server for hop in route.hops]
         links = plan_links(servers, self.reachable if push else lambda *_: False)
-        codec = _CODECS[self.config.codec]
+        codec = CODECS[self.config.codec]
         streams = []
         for hop, link in zip(route.hops, links, strict=True):
             server = hop.server
@@ -268,13 +267,7 @@ class SwarmConnection:
 
     def as_sent(self, hidden: torch.Tensor) -> Output:
         """Return activations in the codec of this connection, with the values that come out of it."""
-        header, view = encode(hidden, _CODECS[self.config.codec])
-        if self.config.codec == "none":
-            return Output(hidden, header, view)
-        assembler = TensorAssembler(header, expect_dtype=hidden.dtype, expect_shape=tuple(hidden.shape))
-        for offset, data in pieces(view):
-            assembler.add(offset, data)
-        return Output(assembler.tensor(), header, view)
+        return as_sent(hidden, CODECS[self.config.codec])
 
     def reachable(self, server: Server, following: Server) -> bool:
         """Tell whether a server may try to push to another one."""

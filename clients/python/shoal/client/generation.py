@@ -68,7 +68,8 @@ class RemoteGenerationMixin:
         if self.takes_position_ids:
             given["position_ids"] = position_ids
         try:
-            with kept.step(attention_mask, position_ids, input_ids, (rows, columns)):
+            needed = logits_to_keep if isinstance(logits_to_keep, int) and labels is None else 0
+            with kept.step(attention_mask, position_ids, input_ids, (rows, columns), needed):
                 output = super().forward(  # type: ignore[misc]
                     input_ids=input_ids,
                     attention_mask=None,

@@ -13,10 +13,12 @@ from typing import BinaryIO
 
 import torch
 
+_UNKNOWN = -1
+
 
 @dataclass(slots=True)
 class _Piece:
-    """Consecutive tokens of one row `[tokens, hidden]`: in memory, or at `offset` of the file."""
+    """Consecutive tokens of one row `[tokens, hidden]`: in memory, or at `offset` of the file (negative: unknown)."""
 
     tokens: int
     tensor: torch.Tensor | None
@@ -88,6 +90,13 @@ class Journal:
         self._added_bytes += hidden.nbytes
         if self._added_bytes > self._memory_bytes:
             self._spill()
+
+    def skip(self, lengths: Sequence[int]) -> None:
+        """Count tokens that the hop did not have to be fed; they cannot be read."""
+        for row, tokens in zip(self._rows, lengths, strict=True):
+            if tokens:
+                row.pieces.append(_Piece(tokens, None, _UNKNOWN))
+                row.tokens += tokens
 
     def truncate(self, positions: Sequence[int]) -> None:
         """Forget all but the first `positions` tokens of each row.
@@ -166,7 +175,8 @@ class Journal:
     def _read(self, piece: _Piece) -> torch.Tensor:
         if piece.tensor is not None:
             return piece.tensor
-        assert self._file is not None
+        if piece.offset == _UNKNOWN or self._file is None:
+            raise ValueError("tokens that were never fed are not in the journal")
         self._file.seek(piece.offset)
         data = bytearray(self._file.read(piece.tokens * self._token_bytes))
         return torch.frombuffer(data, dtype=self._dtype).view(piece.tokens, self._hidden_size)

@@ -15,6 +15,7 @@ from shoal.client.journal import Journal, JournalState
 from shoal.client.parts import Part
 from shoal.swarm.routing import Hop, Route
 from shoal.swarm.spans import Span
+from shoal.v1 import block_server_pb2 as pb
 from shoal.wire.errors import ShoalError
 
 if TYPE_CHECKING:
@@ -115,20 +116,31 @@ class Leg:
         return stream
 
 
-async def open_legs(connection: SwarmConnection, route: Route, pipeline: Pipeline, push: bool) -> list[Leg]:
+async def open_legs(connection: SwarmConnection, route: Route, pipeline: Pipeline, fresh: bool) -> list[Leg]:
     """Open a session on all hops of a route at once; when one fails, close the others and raise its error.
 
-    With `push` they are told to hand their outputs on, each to the next.
+    In a session that is `fresh` they are told to hand their outputs on, each to the next, and what the prompt begins
+    with, of which they may hold something: `pipeline.cached` is what all of them do.
 
     Raises:
         ShoalError: of the first hop, in route order, that failed.
     """
+    push = fresh and connection.config.push
     streams = connection.streams(route, pipeline.session_id, pipeline.rows, pipeline.max_tokens, push)
+    for stream in streams if fresh else []:
+        stream.opening.prefixes.extend(pb.PrefixChain(page_hashes=chain) for chain in pipeline.prefixes)
     results = await asyncio.gather(*(stream.open(pipeline) for stream in streams), return_exceptions=True)
     failed = [result for result in results if isinstance(result, BaseException)]
     if failed:
         await asyncio.gather(*(stream.close() for stream in streams), return_exceptions=True)
         raise next((error for error in failed if isinstance(error, ShoalError)), failed[0])
+    if fresh:
+        held = [
+            tuple(opened.cached_tokens) or (0,) * pipeline.rows
+            for opened in results
+            if isinstance(opened, pb.SessionOpened)
+        ]
+        pipeline.cached = tuple(min(tokens) for tokens in zip(*held, strict=True))
     return [
         Leg(
             stream.hop.span,

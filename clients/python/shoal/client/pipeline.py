@@ -37,7 +37,9 @@ class Pipeline:
     """The state of one batch of sequences on the servers of a route.
 
     `positions` are those after the last step, `parts` what not all legs have answered, in order; `next` is the index
-    of the next part. `linked` tells that servers were told where outputs go, `push_failed` that one could not.
+    of the next part. `prefixes` name what the prompt begins with, `cached` is how much of it all servers hold, and
+    `adopted` tells that the session took it: legs behind the first were not fed it then. `linked` tells that servers
+    were told where outputs go, `push_failed` that one could not.
     """
 
     def __init__(self, connection: SwarmConnection, span: Span, rows: int, max_tokens: int) -> None:
@@ -46,6 +48,9 @@ class Pipeline:
         self.rows = rows
         self.max_tokens = max_tokens
         self.prompt_tokens = 1
+        self.prefixes: list[list[bytes]] = []
+        self.cached: tuple[int, ...] = (0,) * rows
+        self.adopted = False
         self.positions: tuple[int, ...] = (0,) * rows
         self.legs = [Leg(span, connection.new_journal(rows))]
         self.recoveries: list[Recovery] = []
@@ -76,7 +81,9 @@ class Pipeline:
         """
         retry = self._retry(self.connection.config.recovery_timeout_s)
         held = tuple(self.positions[source] for source in sources) if sources else self.positions
-        step = Part(self.next, kept or held, lengths, sources, kept is not None and kept != held)
+        # A server may hold more of a prompt than was taken of it.
+        begins = self.adopted and not self.next
+        step = Part(self.next, kept or held, lengths, sources, begins or (kept is not None and kept != held))
         saved: list[Saved] | None = None
         if step.changes_rows:
             await self._settle(retry)
@@ -97,6 +104,14 @@ class Pipeline:
         outputs = [self._outputs.pop(index) for index in wanted]
         self.positions = parts[-1].after
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def adopt(self, hidden: torch.Tensor, lengths: tuple[int, ...]) -> None:
+        """Begin with `lengths` tokens of each row that all servers hold; `hidden` `[tokens, hidden]` is their input."""
+        self.legs[0].journal.append(self.connection.as_sent(hidden).hidden, lengths)
+        for leg in self.legs[1:]:
+            leg.journal.skip(lengths)
+        self.positions = lengths
+        self.adopted = True
 
     async def roll_back(self, positions: tuple[int, ...]) -> None:
         """Make all rows forget all but their first `positions` tokens; a server that does not follow is let go.

@@ -58,6 +58,8 @@ class RemoteCache(Cache):  # type: ignore[misc]
         self._connection = connection
         self._max_tokens = max_tokens
         self._plan: RowPlan | None = None
+        self._ids: torch.Tensor | None = None
+        self._needed = 0
         self._borrowed = session is not None
         self._fed = FedIds() if session is None else session.fed
         self.layers[0].columns = self._fed.columns
@@ -106,8 +108,11 @@ class RemoteCache(Cache):  # type: ignore[misc]
         position_ids: torch.Tensor | None,
         ids: torch.Tensor | None,
         shape: tuple[int, int],
+        needed: int = 0,
     ) -> Iterator[None]:
         """Plan the step of `shape` (rows, columns) that the forward pass inside will make.
+
+        `needed` is how many of the last columns are looked at; 0 means all.
 
         Raises:
             InvalidRequest, Unsupported: if mask or positions cannot be honoured.
@@ -120,6 +125,7 @@ class RemoteCache(Cache):  # type: ignore[misc]
             )
         held = self.held(rows)
         self._plan = plan = plan_rows(mask, rows, columns, held)
+        self._ids, self._needed = ids, needed
         check_positions(position_ids, plan, held)
         try:
             yield
@@ -141,11 +147,15 @@ class RemoteCache(Cache):  # type: ignore[misc]
             return torch.zeros_like(hidden)
         if self.session is None:
             self.session = self._connection.open_session(
-                rows=len(plan.lengths), max_tokens=self._max_tokens, prompt_tokens=max(plan.lengths)
+                rows=len(plan.lengths),
+                max_tokens=self._max_tokens,
+                prompt_tokens=max(plan.lengths),
+                prompt=plan.real(self._ids) if self._ids is not None and self._needed else (),
             )
         firsts = first_of_equals(hidden, plan) if len(plan.lengths) > 1 and not any(self.session.positions) else ()
         if len(set(firsts)) == len(firsts):
-            return plan.unpack(self.session.step_packed(plan.pack(hidden), plan.lengths))
+            needed = plan.needed(self._needed)
+            return plan.unpack(self.session.step_packed(plan.pack(hidden), plan.lengths, needed))
         return self._run_firsts(hidden, plan, firsts)
 
     def _run_firsts(self, hidden: torch.Tensor, plan: RowPlan, firsts: tuple[int, ...]) -> torch.Tensor:

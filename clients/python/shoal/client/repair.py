@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from shoal.client.failures import Verdict, judge
 from shoal.client.legs import Leg, Recovery, open_legs, replay
 from shoal.client.retry import Retry
+from shoal.swarm.spans import Span
 from shoal.wire.errors import NotAuthenticated, SessionLost, ShoalError, StepOutOfOrder
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Repair:
         self.running = True
         try:
             await self._end_pushing()
+            self._gather()
             index = 0
             while index < len(self._pipeline.legs):
                 leg = self._pipeline.legs[index]
@@ -65,6 +67,20 @@ class Repair:
                 and not isinstance(error, SessionLost | StepOutOfOrder)
             ):
                 pipeline.connection.note_unreachable(leg.stream.hop.server, following.stream.hop.server)
+
+    def _gather(self) -> None:
+        """Begin anew on all blocks if a lost leg was never fed the beginning: nobody can be fed it but by the first."""
+        pipeline = self._pipeline
+        lost = next((leg for leg in pipeline.legs if leg.stream is None and leg.lost_to is not None), None)
+        if not pipeline.adopted or lost is None:
+            return
+        for leg in pipeline.legs:
+            leg.cut()
+        first, last = pipeline.legs[0], pipeline.legs[-1]
+        whole = Leg(Span(first.span.start, last.span.end), first.journal, done=last.done)
+        whole.lost_to, whole.lost_at_s, whole.weighed = lost.lost_to, lost.lost_at_s, lost.weighed
+        pipeline.legs = [whole]
+        pipeline.adopted = False
 
     async def _sync(self, leg: Leg) -> None:
         leg.pushes = False
@@ -121,8 +137,8 @@ class Repair:
         lost = pipeline.legs[index]
         missing = next((part for part in pipeline.parts if part.index >= lost.done), None)
         positions = lost.journal.positions if missing is None else missing.before
-        # A session that begins is linked from the start.
-        push = pipeline.connection.config.push and len(pipeline.legs) == 1 and not any(positions)
+        # A session that begins is linked from the start, and asks for what is known of its prompt.
+        fresh = len(pipeline.legs) == 1 and not any(positions)
         passed_over: set[str] = set()
         while True:
             planned_s = time.monotonic()
@@ -131,7 +147,7 @@ class Repair:
                     lost.span, pipeline.rows, pipeline.max_tokens, pipeline.prompt_tokens, passed_over
                 )
                 routed_s = time.monotonic()
-                legs = await open_legs(pipeline.connection, route, pipeline, push)
+                legs = await open_legs(pipeline.connection, route, pipeline, fresh)
                 opened_s = time.monotonic()
                 tokens = await replay(legs, lost.journal, positions)
             except ShoalError as error:
@@ -144,7 +160,7 @@ class Repair:
                 continue
             break
         self._replace(index, legs)
-        pipeline.linked = push
+        pipeline.linked = fresh and pipeline.connection.config.push
         if lost.lost_to is not None:
             self._note(lost, legs, tokens, (planned_s, routed_s, opened_s, time.monotonic()))
 

@@ -15,19 +15,16 @@ def first_of_equals(hidden: torch.Tensor, plan: RowPlan) -> tuple[int, ...]:
 
     Beams and several samples of one prompt begin as equal rows: the servers need to see but one of them.
     """
+    real = plan.real(hidden)
     firsts: list[int] = []
     for row, length in enumerate(plan.lengths):
         same = (
             other
             for other in dict.fromkeys(firsts)
-            if plan.lengths[other] == length and torch.equal(_real(hidden, plan, other), _real(hidden, plan, row))
+            if plan.lengths[other] == length and torch.equal(real[other], real[row])
         )
         firsts.append(next(same, row))
     return tuple(firsts)
-
-
-def _real(hidden: torch.Tensor, plan: RowPlan, row: int) -> torch.Tensor:
-    return hidden[row] if plan.cells is None else hidden[row][plan.cells[row]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +42,19 @@ class RowPlan:
         if self.cells is None:
             return padded.reshape(-1, padded.shape[-1])
         return padded[self.cells]
+
+    def real(self, padded: torch.Tensor) -> list[torch.Tensor]:
+        """Return the real columns of each row of `[rows, columns, ...]`."""
+        return [row if self.cells is None else row[self.cells[index]] for index, row in enumerate(padded)]
+
+    def needed(self, columns: int) -> list[int] | None:
+        """Return how many real tokens each row has in the last columns; None if all columns are meant."""
+        if not columns:
+            return None
+        if self.cells is None:
+            return [min(columns, length) for length in self.lengths]
+        counts: list[int] = self.cells[:, -columns:].sum(dim=1).tolist()
+        return counts
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
         """Turn `[tokens, hidden]` into `[rows, columns, hidden]`; padding becomes zero."""

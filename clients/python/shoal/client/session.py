@@ -123,15 +123,37 @@ class InferenceSession:
         packed = self.step_packed(hidden.reshape(-1, hidden.shape[-1]), (tokens,) * self.rows)
         return packed.view_as(hidden)
 
-    def step_packed(self, hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    def step_packed(
+        self, hidden: torch.Tensor, lengths: Sequence[int], needed: Sequence[int] | None = None
+    ) -> torch.Tensor:
         """Send ragged rows `[tokens, hidden]`, row after row with these lengths, through all blocks.
+
+        `needed` says how many of each row's last outputs are wanted, None that all are. What servers hold of the prompt
+        already is not sent then, and its outputs are zero.
 
         Raises: as `step`.
         """
         self._check_step(hidden, lengths)
+        if needed is not None and any(self._pipeline.cached) and not any(self.positions):
+            known = zip(self._pipeline.cached, lengths, needed, strict=True)
+            skipped = [max(0, min(cached, length - max(1, wanted))) for cached, length, wanted in known]
+            if any(skipped):
+                return self._step_rest(hidden, lengths, skipped)
         step = self._pipeline.step(hidden.detach(), tuple(lengths), self._sources, self._kept)
         output = self.connection.run(step)
         self._sources, self._kept = (), None
+        return output
+
+    def _step_rest(self, hidden: torch.Tensor, lengths: Sequence[int], skipped: Sequence[int]) -> torch.Tensor:
+        rows = list(torch.split(hidden, list(lengths)))
+        known = torch.cat([row[:count] for row, count in zip(rows, skipped, strict=True)])
+        self._pipeline.adopt(known.detach(), tuple(skipped))
+        rest = [length - count for length, count in zip(lengths, skipped, strict=True)]
+        packed = self.step_packed(torch.cat([row[count:] for row, count in zip(rows, skipped, strict=True)]), rest)
+        output = torch.zeros_like(hidden)
+        ends = torch.tensor(list(lengths)).cumsum(0).tolist()
+        cells = [torch.arange(end - new, end) for end, new in zip(ends, rest, strict=True)]
+        output[torch.cat(cells)] = packed
         return output
 
     def reorder(self, sources: Sequence[int]) -> None:
@@ -175,13 +197,16 @@ class InferenceSession:
         elif wanted != self.positions:
             self.connection.run(self._pipeline.roll_back(wanted))
 
-    def open(self, prompt_tokens: int = 1) -> Self:
+    def open(self, prompt_tokens: int = 1, prefixes: Sequence[Sequence[bytes]] = ()) -> Self:
         """Open the session on its servers now instead of at the first step.
+
+        `prefixes` name the pages that each row begins with; see `page_chains`.
 
         Raises:
             NoRoute, CacheFull, ...: when the time for opening is over.
         """
         self._pipeline.prompt_tokens = prompt_tokens
+        self._pipeline.prefixes = [list(chain) for chain in prefixes]
         self.connection.run(self._pipeline.open())
         return self
 
