@@ -4,74 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
 
-from services.block_server.cache.pool import PagePool
-from services.block_server.cache.storage import KvStorage
-from services.block_server.engine.batch import PackedBatch
-from services.block_server.engine.engine import Engine, EngineOptions
 from services.block_server.engine.policy import Share, Waiting, choose
 from services.block_server.placement import choose_span
 from shoal.swarm.spans import Span
 from shoal.wire.errors import CacheFull, QueueFull, SessionLost, Unavailable
-
-SPAN = Span(0, 2)
-PAGES = 32
-HIDDEN = 4
-POISON = -1.0
-
-
-class FakeModel:
-    """Adds 1 per block. A row that begins with `POISON` breaks the pass; `gate` holds passes up when it is closed."""
-
-    def __init__(self) -> None:
-        self.span = SPAN
-        self.gate = threading.Event()
-        self.gate.set()
-        self.passes: list[int] = []
-
-    def forward(self, hidden: torch.Tensor, batch: PackedBatch, span: Span) -> torch.Tensor:
-        assert self.gate.wait(10)
-        self.passes.append(len(batch.segments))
-        if bool((hidden[:, 0] == POISON).any()):
-            raise RuntimeError("a defect in the model")
-        return hidden + len(span)
-
-
-@asynccontextmanager
-async def running(max_waiting: int = 64, max_step_tokens: int = 64) -> AsyncIterator[tuple[Engine, FakeModel]]:
-    """Run an engine over a `FakeModel`; at the end everything must be free."""
-    model: Any = FakeModel()
-    storage = KvStorage(len(SPAN), PAGES, 1, 2, dtype=torch.float32, device=torch.device("cpu"))
-    pool = PagePool(PAGES, len(SPAN))
-    engine = Engine(model, pool, storage, EngineOptions(max_step_tokens, max_waiting, threads=1))
-    engine.start()
-    try:
-        yield engine, model
-    finally:
-        model.gate.set()
-        await engine.stop()
-    assert pool.free_pages == pool.unused_pages == PAGES
-
-
-def rows(tokens: int, value: float = 0.0) -> torch.Tensor:
-    """Return hidden states of `tokens` tokens."""
-    return torch.full((tokens, HIDDEN), value)
-
-
-async def settled(engine: Engine, sessions: int) -> None:
-    """Wait until the engine has exactly so many sessions."""
-    for _ in range(10_000):
-        if engine.load().open_sessions == sessions:
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError(f"{engine.load().open_sessions} sessions are open, expected {sessions}")
+from tests.support.fake_engine import PAGES, POISON, SPAN, rows, running, settled
 
 
 async def test_free_cache_is_told_exactly() -> None:

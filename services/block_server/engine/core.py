@@ -17,13 +17,14 @@ import torch
 from services.block_server.cache.pool import PAGE_TOKENS, PagePool
 from services.block_server.cache.rows import Copy, SessionRows
 from services.block_server.cache.storage import KvStorage
+from services.block_server.engine.admission import Admission
 from services.block_server.engine.batch import PackedBatch, Segment
 from services.block_server.engine.policy import Share, Waiting
 from services.block_server.engine.work import Close, EngineSession, Message, Open, Rollback, StepOutcome, Work
 from services.block_server.weights.span_model import SpanModel
 from shoal.swarm.snapshot import Load
 from shoal.swarm.spans import Span
-from shoal.wire.errors import CacheFull, SessionLost, ShoalError
+from shoal.wire.errors import SessionLost, ShoalError, TimedOut
 
 _DELAY_SMOOTHING = 0.1
 
@@ -44,13 +45,20 @@ class EngineCore:
     """Everything that the engine thread owns. `load` and `executed_row_blocks` may be read from anywhere."""
 
     def __init__(
-        self, model: SpanModel, pool: PagePool, storage: KvStorage, max_step_tokens: int, policy: Policy
+        self,
+        model: SpanModel,
+        pool: PagePool,
+        storage: KvStorage,
+        max_step_tokens: int,
+        policy: Policy,
+        admission: Admission,
     ) -> None:
         self._model = model
         self._pool = pool
         self._storage = storage
         self._max_step_tokens = max_step_tokens
         self._policy = policy
+        self._admission = admission
         self._sessions: set[EngineSession] = set()
         self._waiting: dict[int, Work] = {}
         self._sequence = 0
@@ -59,17 +67,28 @@ class EngineCore:
         self.executed_row_blocks = 0
         self.load = Load(pool.free_token_blocks)
 
+    def wait_s(self, now_s: float) -> float | None:
+        """Return how long there is nothing to do if no message comes; None for ever."""
+        if self._waiting:
+            return 0.0
+        deadline_s = self._admission.next_deadline_s
+        return None if deadline_s is None else max(deadline_s - now_s, 0.0)
+
     @property
-    def busy(self) -> bool:
-        """Whether a step waits."""
-        return bool(self._waiting)
+    def withdrawn_waits(self) -> int:
+        """Sessions that were given up while they waited for cache."""
+        return self._admission.withdrawn
 
     def accept(self, message: Message) -> None:
         """Take one message."""
         match message:
-            case Open(session, reply):
-                self._admit(session, reply)
+            case Open(reply=reply):
+                refusal = self._admission.ask(message)
+                if refusal is not None:
+                    self._settle(reply, refusal)
+                self._admit(time.monotonic())
             case Close(session, reply):
+                self._admission.withdraw(session)
                 self._release(session, SessionLost("the session was closed while a step was under way"))
                 if reply is not None:
                     self._settle(reply, self._pool.free_token_blocks)
@@ -83,7 +102,12 @@ class EngineCore:
                 self._enqueue(message, session)
 
     def iterate(self) -> None:
-        """Run one pass over what the policy chooses, if anything waits."""
+        """Drop what is too late, admit what fits, and run one pass over what the policy chooses, if anything waits."""
+        now_s = time.monotonic()
+        for work in [work for work in self._waiting.values() if work.deadline_s <= now_s]:
+            self._release(work.session, TimedOut("the step was not done before its deadline"))
+        if self._admission.waiting:
+            self._admit(now_s)
         waiting = [
             Waiting(key, work.arrival, work.turn, work.tokens - work.done, work.session.span, work.decode)
             for key, work in self._waiting.items()
@@ -105,17 +129,20 @@ class EngineCore:
 
     def end(self, error: ShoalError) -> None:
         """Fail all that waits with `error` and free every session."""
+        for request, refusal in self._admission.end(error):
+            self._settle(request.reply, refusal)
         for session in list(self._sessions):
             self._release(session, error)
 
-    def _admit(self, session: EngineSession, reply: asyncio.Future[int]) -> None:
-        try:
+    def _admit(self, now_s: float) -> None:
+        decided = self._admission.decide(now_s)
+        for request in decided.admitted:
+            session = request.session
             session.cache = SessionRows(self._pool, session.rows, session.max_tokens)
-        except CacheFull as error:
-            self._settle(reply, error)
-            return
-        self._sessions.add(session)
-        self._settle(reply, self._pool.free_token_blocks)
+            self._sessions.add(session)
+            self._settle(request.reply, (self._pool.free_token_blocks, ()))
+        for request, error in decided.refused:
+            self._settle(request.reply, error)
 
     def _release(self, session: EngineSession, error: Exception) -> None:
         if session.cache is None:
@@ -123,6 +150,7 @@ class EngineCore:
         session.cache.free()
         session.cache = None
         self._sessions.remove(session)
+        self._admission.give_back(session)
         for key in [key for key, work in self._waiting.items() if work.session is session]:
             self._settle(self._waiting.pop(key).reply, error)
 
