@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
 
 import pytest
 import torch
 
-from services.block_server.engine.policy import Share, Waiting, choose
 from services.block_server.placement import choose_span
 from shoal.swarm.spans import Span
 from shoal.wire.errors import CacheFull, QueueFull, SessionLost, Unavailable
@@ -165,27 +163,6 @@ async def test_decode_steps_go_along_with_every_pass_of_a_long_prompt() -> None:
         assert outcome.row_positions == (160,)
         assert outcome.engine_s > 0
         assert engine.executed_row_blocks >= 320
-
-
-def waiting(key: int, tokens: int = 1, span: Span = SPAN, turn: int | None = None) -> Waiting:
-    """Return a waiting step; more than one token makes it a prefill."""
-    return Waiting(key, key, key if turn is None else turn, tokens, span, decode=tokens == 1)
-
-
-@pytest.mark.parametrize(
-    ("steps", "budget", "expected"),
-    [
-        ([], 16, []),
-        ([waiting(1, 100)], 16, [Share(1, 16)]),
-        ([waiting(1, 100), waiting(2), waiting(3)], 16, [Share(2, 1), Share(3, 1), Share(1, 14)]),
-        ([waiting(1, 5), waiting(2, 30)], 16, [Share(1, 5), Share(2, 11)]),
-        ([waiting(key) for key in range(20)] + [waiting(20, 9)], 16, [*(Share(k, 1) for k in range(12)), Share(20, 4)]),
-        ([waiting(1, span=Span(1, 2)), waiting(2)], 16, [Share(1, 1)]),
-        ([waiting(1, 50, span=Span(1, 2), turn=9), waiting(2)], 16, [Share(2, 1)]),
-    ],
-)
-def test_what_goes_into_a_pass(steps: Sequence[Waiting], budget: int, expected: list[Share]) -> None:
-    assert choose(steps, budget) == expected
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from services.block_server.cache.rows import Copy, SessionRows
 from services.block_server.cache.storage import KvStorage
 from services.block_server.engine.admission import Admission
 from services.block_server.engine.batch import PackedBatch, Segment
-from services.block_server.engine.policy import Share, Waiting
+from services.block_server.engine.costs import PassCosts
+from services.block_server.engine.policy import Costs, Share, Waiting
 from services.block_server.engine.work import Close, EngineSession, Message, Open, Rollback, StepOutcome, Work
 from services.block_server.weights.span_model import SpanModel
 from shoal.swarm.snapshot import Load
@@ -28,7 +29,7 @@ from shoal.wire.errors import SessionLost, ShoalError, TimedOut
 
 _DELAY_SMOOTHING = 0.1
 
-Policy = Callable[[Sequence[Waiting], int], list[Share]]
+Policy = Callable[[Sequence[Waiting], int, float, Costs, Mapping[Span, int]], list[Share]]
 Settled = list[tuple[asyncio.Future[Any], Any]]
 
 
@@ -61,6 +62,9 @@ class EngineCore:
         self._admission = admission
         self._sessions: set[EngineSession] = set()
         self._waiting: dict[int, Work] = {}
+        self._costs = PassCosts()
+        # The number of the last pass over each span that sessions use.
+        self._served: dict[Span, int] = {}
         self._sequence = 0
         self._settled: Settled = []
         self._queue_delay_s = 0.0
@@ -108,12 +112,9 @@ class EngineCore:
             self._release(work.session, TimedOut("the step was not done before its deadline"))
         if self._admission.waiting:
             self._admit(now_s)
-        waiting = [
-            Waiting(key, work.arrival, work.turn, work.tokens - work.done, work.session.span, work.decode)
-            for key, work in self._waiting.items()
-        ]
-        shares = self._policy(waiting, self._max_step_tokens) if waiting else []
-        if shares:
+        if self._waiting:
+            waiting = [work.waiting for work in self._waiting.values()]
+            shares = self._policy(waiting, self._max_step_tokens, now_s, self._costs.costs, self._served)
             taken = _lay_out(self._waiting, shares)
             try:
                 self._pass(taken)
@@ -166,8 +167,11 @@ class EngineCore:
             self._settle(work.reply, error)
             return
         self._sequence += 1
-        work.arrival = work.turn = self._sequence
-        self._waiting[work.arrival] = work
+        arrival = work.arrival = self._sequence
+        self._waiting[arrival] = work
+        work.waiting = Waiting(
+            arrival, arrival, work.tokens, session.span, work.decode, session.bid, session.paid, time.monotonic()
+        )
 
     def _pass(self, taken: Sequence[_Taken]) -> None:
         started_s = time.perf_counter()
@@ -183,7 +187,9 @@ class EngineCore:
             segment.row.length = segment.total
         spent_s = time.perf_counter() - started_s
         self.executed_row_blocks += hidden.shape[0] * len(span)
+        self._costs.observe(hidden.shape[0], len(span), spent_s)
         self._sequence += 1
+        self._served[span] = self._sequence
         for share in taken:
             self._credit(share, output, started_s, spent_s, len(taken))
 
@@ -204,9 +210,9 @@ class EngineCore:
         work.parts.append(output[share.start : share.end])
         work.done += share.end - share.start
         work.engine_s += spent_s
-        work.turn = self._sequence
         cache = work.session.cache
         if work.done < work.tokens or cache is None:
+            work.waiting = replace(work.waiting, tokens=work.tokens - work.done)
             return
         del self._waiting[work.arrival]
         outcome = StepOutcome(

@@ -15,6 +15,7 @@ import torch
 
 from services.block_server.cache.pool import pages_for
 from services.block_server.cache.rows import SessionRows
+from services.block_server.engine.policy import Waiting
 from shoal.swarm.spans import Span
 from shoal.wire.errors import QueueFull, Unavailable
 
@@ -70,7 +71,7 @@ class Work:
     row_positions: tuple[int, ...] | None = None
     deadline_s: float = math.inf
     arrival: int = 0
-    turn: int = 0
+    waiting: Waiting = field(init=False)
     done: int = 0
     started_s: float | None = None
     engine_s: float = 0.0
