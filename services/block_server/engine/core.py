@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from services.block_server.cache.pool import PAGE_TOKENS, PagePool
+from services.block_server.cache.prefixes import PrefixIndex, PrefixUse, SessionPrefixes
 from services.block_server.cache.rows import Copy, SessionRows
 from services.block_server.cache.storage import KvStorage
 from services.block_server.engine.admission import Admission
@@ -62,6 +63,7 @@ class EngineCore:
         self._admission = admission
         self._sessions: set[EngineSession] = set()
         self._waiting: dict[int, Work] = {}
+        self._prefixes = PrefixIndex(pool)
         self._costs = PassCosts()
         # The number of the last pass over each span that sessions use.
         self._served: dict[Span, int] = {}
@@ -83,6 +85,11 @@ class EngineCore:
         """Sessions that were given up while they waited for cache."""
         return self._admission.withdrawn
 
+    @property
+    def prefix_use(self) -> PrefixUse:
+        """Pages of prefixes: asked for, found, kept."""
+        return self._prefixes.use
+
     def accept(self, message: Message) -> None:
         """Take one message."""
         match message:
@@ -99,8 +106,7 @@ class EngineCore:
             case Work() | Rollback() if message.session.cache is None:
                 self._settle(message.reply, SessionLost("the session has ended on this server; open a new one"))
             case Rollback(session, row_positions, reply):
-                assert session.cache is not None
-                session.cache.truncate(row_positions)
+                _move(session, (), row_positions)
                 self._settle(reply, None)
             case Work(session):
                 self._enqueue(message, session)
@@ -141,7 +147,11 @@ class EngineCore:
             session = request.session
             session.cache = SessionRows(self._pool, session.rows, session.max_tokens)
             self._sessions.add(session)
-            self._settle(request.reply, (self._pool.free_token_blocks, ()))
+            cached_tokens: tuple[int, ...] = ()
+            if request.prefixes:
+                session.prefixes = SessionPrefixes(self._prefixes, session.account, session.span, request.prefixes)
+                cached_tokens = session.prefixes.adopt(session.cache)
+            self._settle(request.reply, (self._pool.free_token_blocks, cached_tokens))
         for request, error in decided.refused:
             self._settle(request.reply, error)
 
@@ -149,7 +159,7 @@ class EngineCore:
         if session.cache is None:
             return
         session.cache.free()
-        session.cache = None
+        session.cache = session.prefixes = None
         self._sessions.remove(session)
         self._admission.give_back(session)
         for key in [key for key, work in self._waiting.items() if work.session is session]:
@@ -157,11 +167,7 @@ class EngineCore:
 
     def _enqueue(self, work: Work, session: EngineSession) -> None:
         try:
-            assert session.cache is not None
-            if work.row_sources:
-                session.cache.fork(work.row_sources)
-            if work.row_positions is not None:
-                session.cache.truncate(work.row_positions)
+            _move(session, work.row_sources, work.row_positions)
         except ValueError as error:
             self._release(session, error)
             self._settle(work.reply, error)
@@ -210,7 +216,10 @@ class EngineCore:
         work.parts.append(output[share.start : share.end])
         work.done += share.end - share.start
         work.engine_s += spent_s
-        cache = work.session.cache
+        session = work.session
+        cache = session.cache
+        if session.prefixes is not None and cache is not None and not session.prefixes.enter(cache):
+            session.prefixes = None
         if work.done < work.tokens or cache is None:
             work.waiting = replace(work.waiting, tokens=work.tokens - work.done)
             return
@@ -230,6 +239,20 @@ class EngineCore:
 
     def _settle(self, reply: asyncio.Future[Any], result: Any) -> None:
         self._settled.append((reply, result))
+
+
+def _move(session: EngineSession, row_sources: Sequence[int], row_positions: Sequence[int] | None) -> None:
+    """Fork and cut the rows of a session that has no step under way."""
+    cache, prefixes = session.cache, session.prefixes
+    assert cache is not None
+    if row_sources:
+        cache.fork(row_sources)
+        if prefixes is not None:
+            prefixes.fork(row_sources)
+    if row_positions is not None:
+        cache.truncate(row_positions)
+        if prefixes is not None:
+            prefixes.truncate(row_positions)
 
 
 def _lay_out(waiting: dict[int, Work], shares: Sequence[Share]) -> list[_Taken]:

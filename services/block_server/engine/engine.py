@@ -17,6 +17,7 @@ from typing import NamedTuple, TypedDict, Unpack
 import torch
 
 from services.block_server.cache.pool import PagePool
+from services.block_server.cache.prefixes import PrefixUse
 from services.block_server.cache.storage import KvStorage
 from services.block_server.engine.admission import Admission, AdmissionRules
 from services.block_server.engine.core import EngineCore, Policy, Settled
@@ -216,6 +217,11 @@ class Engine:
     def executed_row_blocks(self) -> int:
         """Tokens x blocks computed since the start."""
         return self._core.executed_row_blocks
+
+    @property
+    def prefix_use(self) -> PrefixUse:
+        """Pages of prefixes since the start: asked for by sessions, found, and how many are kept now."""
+        return self._core.prefix_use
 
     @property
     def withdrawn_waits(self) -> int:

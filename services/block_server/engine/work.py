@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from services.block_server.cache.pool import pages_for
+from services.block_server.cache.prefixes import SessionPrefixes
 from services.block_server.cache.rows import SessionRows
 from services.block_server.engine.policy import Waiting
 from shoal.swarm.spans import Span
@@ -24,7 +25,8 @@ from shoal.wire.errors import QueueFull, Unavailable
 class EngineSession:
     """A session's place in the engine.
 
-    `cache` belongs to the engine thread: None before admission and after the end. `closing` is the mailbox's, set
+    `cache` and `prefixes` belong to the engine thread: None before admission and after the end; `prefixes` also when
+    there is nothing more to enter into the index. `closing` is the mailbox's, set
     under its lock.
     """
 
@@ -35,6 +37,7 @@ class EngineSession:
     bid: int = 0
     paid: bool = False
     cache: SessionRows | None = None
+    prefixes: SessionPrefixes | None = None
     closing: bool = False
 
     @property
