@@ -9,11 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from services.block_server.cache.pool import PAGE_TOKENS, PagePool, Reservation, pages_for
+from services.block_server.cache.prefixes import PrefixIndex
 from services.block_server.cache.rows import SessionRows
+from shoal.swarm.spans import Span
 from shoal.wire.errors import CacheFull
 
 PAGES = 24
 BLOCKS = 3
+SPAN = Span(0, BLOCKS)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -77,6 +80,12 @@ PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40
 TestPool = PoolMachine.TestCase
 
 
+def digests(tokens: list[int]) -> tuple[bytes, ...]:
+    """Return the chained hashes of the full pages of a row."""
+    full = len(tokens) // PAGE_TOKENS
+    return tuple(repr(tokens[: PAGE_TOKENS * (place + 1)]).encode() for place in range(full))
+
+
 class RowsMachine(RuleBasedStateMachine):
     """Rows of sessions grow, fork and are cut in any order: what a row writes to is its own, counts are exact.
 
@@ -90,6 +99,8 @@ class RowsMachine(RuleBasedStateMachine):
         self.pool = PagePool(PAGES, BLOCKS)
         self.live: dict[SessionRows, list[list[int]]] = {}
         self.slots: dict[int, int] = {}
+        self.index = PrefixIndex(self.pool)
+        self.chains: list[list[int]] = [[]]
         self.written = 0
 
     @rule(target=sessions, rows=st.integers(1, 4), max_tokens=st.integers(1, 70))
@@ -132,6 +143,26 @@ class RowsMachine(RuleBasedStateMachine):
         session.truncate(kept)
         self.live[session] = [row[:keep] for row, keep in zip(self.live[session], kept, strict=True)]
 
+    @rule(session=sessions)
+    def enter(self, session: SessionRows) -> None:
+        """Keep all full pages of a session."""
+        for row, model in zip(session.rows, self.live[session], strict=True):
+            chain = digests(model)
+            for place in range(len(chain)):
+                self.index.enter("", SPAN, chain, place, row.pages[place])
+            self.chains.append(list(model))
+
+    @rule(session=sessions, index=st.integers(0, 3), data=st.data())
+    def adopt(self, session: SessionRows, index: int, data: st.DataObject) -> None:
+        """Let an empty row start from what is kept of some row."""
+        index %= len(session.rows)
+        if session.rows[index].length:
+            return
+        tokens = data.draw(st.sampled_from(self.chains))
+        pages = self.index.find("", SPAN, digests(tokens)[: session.max_tokens // PAGE_TOKENS])
+        session.adopt(index, pages)
+        self.live[session][index] = tokens[: PAGE_TOKENS * len(pages)]
+
     @rule(session=consumes(sessions))
     def close(self, session: SessionRows) -> None:
         session.free()
@@ -153,6 +184,9 @@ class RowsMachine(RuleBasedStateMachine):
         used = Counter(page for session in self.live for row in session.rows for page in row.pages)
         assert [self.pool.references(page) for page in range(PAGES)] == [used[page] for page in range(PAGES)]
         assert len(used) + self.pool.unused_pages == PAGES
+        assert self.pool.idle_pages <= self.index.use.kept
+        reserved = sum(len(session.rows) * pages_for(session.max_tokens) for session in self.live)
+        assert self.pool.free_pages == PAGES - reserved
 
     def teardown(self) -> None:
         for session in self.live:

@@ -4,74 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 import torch
 
-from services.block_server.cache.pool import PagePool
-from services.block_server.cache.storage import KvStorage
-from services.block_server.engine.batch import PackedBatch
-from services.block_server.engine.engine import Engine, EngineOptions
-from services.block_server.engine.policy import Share, Waiting, choose
 from services.block_server.placement import choose_span
 from shoal.swarm.spans import Span
 from shoal.wire.errors import CacheFull, QueueFull, SessionLost, Unavailable
-
-SPAN = Span(0, 2)
-PAGES = 32
-HIDDEN = 4
-POISON = -1.0
-
-
-class FakeModel:
-    """Adds 1 per block. A row that begins with `POISON` breaks the pass; `gate` holds passes up when it is closed."""
-
-    def __init__(self) -> None:
-        self.span = SPAN
-        self.gate = threading.Event()
-        self.gate.set()
-        self.passes: list[int] = []
-
-    def forward(self, hidden: torch.Tensor, batch: PackedBatch, span: Span) -> torch.Tensor:
-        assert self.gate.wait(10)
-        self.passes.append(len(batch.segments))
-        if bool((hidden[:, 0] == POISON).any()):
-            raise RuntimeError("a defect in the model")
-        return hidden + len(span)
-
-
-@asynccontextmanager
-async def running(max_waiting: int = 64, max_step_tokens: int = 64) -> AsyncIterator[tuple[Engine, FakeModel]]:
-    """Run an engine over a `FakeModel`; at the end everything must be free."""
-    model: Any = FakeModel()
-    storage = KvStorage(len(SPAN), PAGES, 1, 2, dtype=torch.float32, device=torch.device("cpu"))
-    pool = PagePool(PAGES, len(SPAN))
-    engine = Engine(model, pool, storage, EngineOptions(max_step_tokens, max_waiting, threads=1))
-    engine.start()
-    try:
-        yield engine, model
-    finally:
-        model.gate.set()
-        await engine.stop()
-    assert pool.free_pages == pool.unused_pages == PAGES
-
-
-def rows(tokens: int, value: float = 0.0) -> torch.Tensor:
-    """Return hidden states of `tokens` tokens."""
-    return torch.full((tokens, HIDDEN), value)
-
-
-async def settled(engine: Engine, sessions: int) -> None:
-    """Wait until the engine has exactly so many sessions."""
-    for _ in range(10_000):
-        if engine.load().open_sessions == sessions:
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError(f"{engine.load().open_sessions} sessions are open, expected {sessions}")
+from tests.support.fake_engine import PAGES, POISON, SPAN, rows, running, settled
 
 
 async def test_free_cache_is_told_exactly() -> None:
@@ -223,27 +163,6 @@ async def test_decode_steps_go_along_with_every_pass_of_a_long_prompt() -> None:
         assert outcome.row_positions == (160,)
         assert outcome.engine_s > 0
         assert engine.executed_row_blocks >= 320
-
-
-def waiting(key: int, tokens: int = 1, span: Span = SPAN, turn: int | None = None) -> Waiting:
-    """Return a waiting step; more than one token makes it a prefill."""
-    return Waiting(key, key, key if turn is None else turn, tokens, span, decode=tokens == 1)
-
-
-@pytest.mark.parametrize(
-    ("steps", "budget", "expected"),
-    [
-        ([], 16, []),
-        ([waiting(1, 100)], 16, [Share(1, 16)]),
-        ([waiting(1, 100), waiting(2), waiting(3)], 16, [Share(2, 1), Share(3, 1), Share(1, 14)]),
-        ([waiting(1, 5), waiting(2, 30)], 16, [Share(1, 5), Share(2, 11)]),
-        ([waiting(key) for key in range(20)] + [waiting(20, 9)], 16, [*(Share(k, 1) for k in range(12)), Share(20, 4)]),
-        ([waiting(1, span=Span(1, 2)), waiting(2)], 16, [Share(1, 1)]),
-        ([waiting(1, 50, span=Span(1, 2), turn=9), waiting(2)], 16, [Share(2, 1)]),
-    ],
-)
-def test_what_goes_into_a_pass(steps: Sequence[Waiting], budget: int, expected: list[Share]) -> None:
-    assert choose(steps, budget) == expected
 
 
 @pytest.mark.parametrize(

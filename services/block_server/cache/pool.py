@@ -45,7 +45,7 @@ class PagePool:
         self._references = [0] * num_pages
         # Pages whose content somebody wants kept: while rows refer to them they are only marked; then they are idle,
         # the one that was let go first in front.
-        self._kept: dict[int, Callable[[], None]] = {}
+        self._kept: dict[int, Callable[[], object]] = {}
         self._idle: dict[int, None] = {}
 
     @property
@@ -143,7 +143,11 @@ class PagePool:
         """Tell whether a write into the page would be seen by others than one row."""
         return self._references[page] > 1 or page in self._kept
 
-    def keep(self, page: int, forget: Callable[[], None]) -> None:
+    def kept(self, page: int) -> bool:
+        """Tell whether the content of a page is kept."""
+        return page in self._kept
+
+    def keep(self, page: int, forget: Callable[[], object]) -> None:
         """Keep the content of a page that a row refers to, until its place is needed; `forget` is called then."""
         self._kept[page] = forget
 

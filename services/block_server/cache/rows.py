@@ -59,6 +59,14 @@ class SessionRows:
         self.rows = [Row() for _ in range(rows)]
         self.max_tokens = max_tokens
 
+    def adopt(self, index: int, pages: Sequence[int]) -> None:
+        """Make an empty row start with full pages that are in use or kept."""
+        row = self.rows[index]
+        self._pool.exchange(self._reservation, pages, row.pages)
+        row.pages = list(pages)
+        row.length = len(pages) * PAGE_TOKENS
+        row.contiguous = _side_by_side(row.pages)
+
     def grow(self, index: int, tokens: int) -> Copy | None:
         """Hold pages for `tokens` more tokens of a row, none of them seen by others; `length` stays until written.
 

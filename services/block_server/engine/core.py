@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from services.block_server.cache.pool import PAGE_TOKENS, PagePool
+from services.block_server.cache.prefixes import PrefixIndex, PrefixUse, SessionPrefixes
 from services.block_server.cache.rows import Copy, SessionRows
 from services.block_server.cache.storage import KvStorage
+from services.block_server.engine.admission import Admission
 from services.block_server.engine.batch import PackedBatch, Segment
-from services.block_server.engine.policy import Share, Waiting
+from services.block_server.engine.costs import PassCosts
+from services.block_server.engine.policy import Costs, Share, Waiting
 from services.block_server.engine.work import Close, EngineSession, Message, Open, Rollback, StepOutcome, Work
 from services.block_server.weights.span_model import SpanModel
 from shoal.swarm.snapshot import Load
 from shoal.swarm.spans import Span
-from shoal.wire.errors import CacheFull, SessionLost, ShoalError
+from shoal.wire.errors import SessionLost, ShoalError, TimedOut
 
 _DELAY_SMOOTHING = 0.1
 
-Policy = Callable[[Sequence[Waiting], int], list[Share]]
+Policy = Callable[[Sequence[Waiting], int, float, Costs, Mapping[Span, int]], list[Share]]
 Settled = list[tuple[asyncio.Future[Any], Any]]
 
 
@@ -44,52 +47,80 @@ class EngineCore:
     """Everything that the engine thread owns. `load` and `executed_row_blocks` may be read from anywhere."""
 
     def __init__(
-        self, model: SpanModel, pool: PagePool, storage: KvStorage, max_step_tokens: int, policy: Policy
+        self,
+        model: SpanModel,
+        pool: PagePool,
+        storage: KvStorage,
+        max_step_tokens: int,
+        policy: Policy,
+        admission: Admission,
     ) -> None:
         self._model = model
         self._pool = pool
         self._storage = storage
         self._max_step_tokens = max_step_tokens
         self._policy = policy
+        self._admission = admission
         self._sessions: set[EngineSession] = set()
         self._waiting: dict[int, Work] = {}
+        self._prefixes = PrefixIndex(pool)
+        self._costs = PassCosts()
+        # The number of the last pass over each span that sessions use.
+        self._served: dict[Span, int] = {}
         self._sequence = 0
         self._settled: Settled = []
         self._queue_delay_s = 0.0
         self.executed_row_blocks = 0
         self.load = Load(pool.free_token_blocks)
 
+    def wait_s(self, now_s: float) -> float | None:
+        """Return how long there is nothing to do if no message comes; None for ever."""
+        if self._waiting:
+            return 0.0
+        deadline_s = self._admission.next_deadline_s
+        return None if deadline_s is None else max(deadline_s - now_s, 0.0)
+
     @property
-    def busy(self) -> bool:
-        """Whether a step waits."""
-        return bool(self._waiting)
+    def withdrawn_waits(self) -> int:
+        """Sessions that were given up while they waited for cache."""
+        return self._admission.withdrawn
+
+    @property
+    def prefix_use(self) -> PrefixUse:
+        """Pages of prefixes: asked for, found, kept."""
+        return self._prefixes.use
 
     def accept(self, message: Message) -> None:
         """Take one message."""
         match message:
-            case Open(session, reply):
-                self._admit(session, reply)
+            case Open(reply=reply):
+                refusal = self._admission.ask(message)
+                if refusal is not None:
+                    self._settle(reply, refusal)
+                self._admit(time.monotonic())
             case Close(session, reply):
+                self._admission.withdraw(session)
                 self._release(session, SessionLost("the session was closed while a step was under way"))
                 if reply is not None:
                     self._settle(reply, self._pool.free_token_blocks)
             case Work() | Rollback() if message.session.cache is None:
                 self._settle(message.reply, SessionLost("the session has ended on this server; open a new one"))
             case Rollback(session, row_positions, reply):
-                assert session.cache is not None
-                session.cache.truncate(row_positions)
+                _move(session, (), row_positions)
                 self._settle(reply, None)
             case Work(session):
                 self._enqueue(message, session)
 
     def iterate(self) -> None:
-        """Run one pass over what the policy chooses, if anything waits."""
-        waiting = [
-            Waiting(key, work.arrival, work.turn, work.tokens - work.done, work.session.span, work.decode)
-            for key, work in self._waiting.items()
-        ]
-        shares = self._policy(waiting, self._max_step_tokens) if waiting else []
-        if shares:
+        """Drop what is too late, admit what fits, and run one pass over what the policy chooses, if anything waits."""
+        now_s = time.monotonic()
+        for work in [work for work in self._waiting.values() if work.deadline_s <= now_s]:
+            self._release(work.session, TimedOut("the step was not done before its deadline"))
+        if self._admission.waiting:
+            self._admit(now_s)
+        if self._waiting:
+            waiting = [work.waiting for work in self._waiting.values()]
+            shares = self._policy(waiting, self._max_step_tokens, now_s, self._costs.costs, self._served)
             taken = _lay_out(self._waiting, shares)
             try:
                 self._pass(taken)
@@ -105,41 +136,48 @@ class EngineCore:
 
     def end(self, error: ShoalError) -> None:
         """Fail all that waits with `error` and free every session."""
+        for request, refusal in self._admission.end(error):
+            self._settle(request.reply, refusal)
         for session in list(self._sessions):
             self._release(session, error)
 
-    def _admit(self, session: EngineSession, reply: asyncio.Future[int]) -> None:
-        try:
+    def _admit(self, now_s: float) -> None:
+        decided = self._admission.decide(now_s)
+        for request in decided.admitted:
+            session = request.session
             session.cache = SessionRows(self._pool, session.rows, session.max_tokens)
-        except CacheFull as error:
-            self._settle(reply, error)
-            return
-        self._sessions.add(session)
-        self._settle(reply, self._pool.free_token_blocks)
+            self._sessions.add(session)
+            cached_tokens: tuple[int, ...] = ()
+            if request.prefixes:
+                session.prefixes = SessionPrefixes(self._prefixes, session.account, session.span, request.prefixes)
+                cached_tokens = session.prefixes.adopt(session.cache)
+            self._settle(request.reply, (self._pool.free_token_blocks, cached_tokens))
+        for request, error in decided.refused:
+            self._settle(request.reply, error)
 
     def _release(self, session: EngineSession, error: Exception) -> None:
         if session.cache is None:
             return
         session.cache.free()
-        session.cache = None
+        session.cache = session.prefixes = None
         self._sessions.remove(session)
+        self._admission.give_back(session)
         for key in [key for key, work in self._waiting.items() if work.session is session]:
             self._settle(self._waiting.pop(key).reply, error)
 
     def _enqueue(self, work: Work, session: EngineSession) -> None:
         try:
-            assert session.cache is not None
-            if work.row_sources:
-                session.cache.fork(work.row_sources)
-            if work.row_positions is not None:
-                session.cache.truncate(work.row_positions)
+            _move(session, work.row_sources, work.row_positions)
         except ValueError as error:
             self._release(session, error)
             self._settle(work.reply, error)
             return
         self._sequence += 1
-        work.arrival = work.turn = self._sequence
-        self._waiting[work.arrival] = work
+        arrival = work.arrival = self._sequence
+        self._waiting[arrival] = work
+        work.waiting = Waiting(
+            arrival, arrival, work.tokens, session.span, work.decode, session.bid, session.paid, time.monotonic()
+        )
 
     def _pass(self, taken: Sequence[_Taken]) -> None:
         started_s = time.perf_counter()
@@ -155,7 +193,9 @@ class EngineCore:
             segment.row.length = segment.total
         spent_s = time.perf_counter() - started_s
         self.executed_row_blocks += hidden.shape[0] * len(span)
+        self._costs.observe(hidden.shape[0], len(span), spent_s)
         self._sequence += 1
+        self._served[span] = self._sequence
         for share in taken:
             self._credit(share, output, started_s, spent_s, len(taken))
 
@@ -176,9 +216,12 @@ class EngineCore:
         work.parts.append(output[share.start : share.end])
         work.done += share.end - share.start
         work.engine_s += spent_s
-        work.turn = self._sequence
-        cache = work.session.cache
+        session = work.session
+        cache = session.cache
+        if session.prefixes is not None and cache is not None and not session.prefixes.enter(cache):
+            session.prefixes = None
         if work.done < work.tokens or cache is None:
+            work.waiting = replace(work.waiting, tokens=work.tokens - work.done)
             return
         del self._waiting[work.arrival]
         outcome = StepOutcome(
@@ -196,6 +239,20 @@ class EngineCore:
 
     def _settle(self, reply: asyncio.Future[Any], result: Any) -> None:
         self._settled.append((reply, result))
+
+
+def _move(session: EngineSession, row_sources: Sequence[int], row_positions: Sequence[int] | None) -> None:
+    """Fork and cut the rows of a session that has no step under way."""
+    cache, prefixes = session.cache, session.prefixes
+    assert cache is not None
+    if row_sources:
+        cache.fork(row_sources)
+        if prefixes is not None:
+            prefixes.fork(row_sources)
+    if row_positions is not None:
+        cache.truncate(row_positions)
+        if prefixes is not None:
+            prefixes.truncate(row_positions)
 
 
 def _lay_out(waiting: dict[int, Work], shares: Sequence[Share]) -> list[_Taken]:

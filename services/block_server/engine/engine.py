@@ -12,12 +12,14 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 
 from services.block_server.cache.pool import PagePool
+from services.block_server.cache.prefixes import PrefixUse
 from services.block_server.cache.storage import KvStorage
+from services.block_server.engine.admission import Admission, AdmissionRules
 from services.block_server.engine.core import EngineCore, Policy, Settled
 from services.block_server.engine.policy import choose
 from services.block_server.engine.work import EngineSession, Mailbox, Open, Rollback, StepOutcome, Work
@@ -29,11 +31,17 @@ from shoal.wire.errors import Unavailable
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Limits of an engine: tokens per pass, requests that may wait, threads of torch (0: leave as they are)."""
+    """Limits of an engine: tokens per pass, requests that may wait, threads of torch (0: leave as they are).
+
+    `account_share` is the part of the cache that one account may reserve. `patience_s` is how long a session that
+    waits for cache may be passed by later ones.
+    """
 
     max_step_tokens: int = 256
     max_waiting: int = 1024
     threads: int = 0
+    account_share: float = 1.0
+    patience_s: float = 2.0
 
 
 class Opened(NamedTuple):
@@ -42,6 +50,14 @@ class Opened(NamedTuple):
     session: EngineSession
     free_token_blocks: int
     cached_tokens: tuple[int, ...]
+
+
+class Terms(TypedDict, total=False):
+    """Who a session is for: account, bid in micropoints per 1,000 token-blocks, and whether it is of the paid class."""
+
+    account: str
+    bid: int
+    paid: bool
 
 
 class Engine:
@@ -55,7 +71,8 @@ class Engine:
         options: EngineOptions,
         policy: Policy = choose,
     ) -> None:
-        self._core = EngineCore(model, pool, storage, options.max_step_tokens, policy)
+        rules = AdmissionRules(options.account_share, options.patience_s, options.max_waiting)
+        self._core = EngineCore(model, pool, storage, options.max_step_tokens, policy, Admission(pool, rules))
         self._options = options
         self._mailbox = Mailbox(options.max_waiting)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -78,25 +95,41 @@ class Engine:
         """Wait until the thread has ended, for whatever reason."""
         await self._stopped.wait()
 
-    async def open(self, span: Span, rows: int, max_tokens: int, **_: object) -> Opened:
-        """Admit a session on the blocks of `span`; returns it and the free cache after it, in tokens x blocks.
+    async def open(
+        self,
+        span: Span,
+        rows: int,
+        max_tokens: int,
+        *,
+        wait_s: float = 0.0,
+        prefixes: Sequence[tuple[bytes, ...]] = (),
+        **terms: Unpack[Terms],
+    ) -> Opened:
+        """Admit a session on the blocks of `span`; its cache is reserved, so that it never runs out later.
+
+        It waits for cache up to `wait_s`. `prefixes` has, for each row, a 32-byte hash for each of its first pages,
+        of all that the page and those before it will hold; pages that an earlier session of the same account on the
+        same blocks filled under the same hashes are there from the start: `cached_tokens` says how many tokens each
+        row holds, and the first step's `row_positions` how many of them it takes.
 
         Raises:
-            CacheFull: if the pool has too few free pages.
+            CacheFull: if the pool has too few free pages, now and until `wait_s` is over; at once if it never will.
+            QuotaExceeded: if the account would hold more than its share.
             QueueFull, Unavailable: if the engine takes no more.
         """
-        session = EngineSession(span, rows, max_tokens)
-        reply: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._mailbox.post(Open(session, reply))
+        session = EngineSession(span, rows, max_tokens, **terms)
+        reply: asyncio.Future[tuple[int, tuple[int, ...]]] = asyncio.get_running_loop().create_future()
+        now_s = time.monotonic()
+        self._mailbox.post(Open(session, reply, tuple(prefixes), now_s, now_s + wait_s))
         admitted = False
         try:
-            free_token_blocks = await reply
+            free_token_blocks, cached_tokens = await reply
             admitted = True
         finally:
             # A caller that is cancelled here never learns of the session: nobody else would free it.
             if not admitted:
                 self.discard(session)
-        return Opened(session, free_token_blocks, ())
+        return Opened(session, free_token_blocks, cached_tokens)
 
     async def step(
         self,
@@ -185,6 +218,16 @@ class Engine:
         """Tokens x blocks computed since the start."""
         return self._core.executed_row_blocks
 
+    @property
+    def prefix_use(self) -> PrefixUse:
+        """Pages of prefixes since the start: asked for by sessions, found, and how many are kept now."""
+        return self._core.prefix_use
+
+    @property
+    def withdrawn_waits(self) -> int:
+        """Sessions that were given up while they waited for cache."""
+        return self._core.withdrawn_waits
+
     def _run(self) -> None:
         if self._options.threads:
             torch.set_num_threads(self._options.threads)
@@ -192,7 +235,7 @@ class Engine:
             with torch.inference_mode():
                 shut = False
                 while not shut:
-                    messages, shut = self._mailbox.take(wait=not self._core.busy)
+                    messages, shut = self._mailbox.take(self._core.wait_s(time.monotonic()))
                     for message in messages:
                         self._core.accept(message)
                     if not shut:
@@ -200,7 +243,7 @@ class Engine:
                     self._post(self._core.take_settled())
         finally:
             self._mailbox.shut()
-            for message in self._mailbox.take(wait=False)[0]:
+            for message in self._mailbox.take(0.0)[0]:
                 self._core.accept(message)
             self._core.end(Unavailable("the server is stopping; use another one"))
             self._post(self._core.take_settled(), last=True)

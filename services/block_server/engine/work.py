@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from services.block_server.cache.pool import pages_for
+from services.block_server.cache.prefixes import SessionPrefixes
 from services.block_server.cache.rows import SessionRows
+from services.block_server.engine.policy import Waiting
 from shoal.swarm.spans import Span
 from shoal.wire.errors import QueueFull, Unavailable
 
@@ -22,15 +25,25 @@ from shoal.wire.errors import QueueFull, Unavailable
 class EngineSession:
     """A session's place in the engine.
 
-    `cache` belongs to the engine thread: None before admission and after the end. `closing` is the mailbox's, set
+    `cache` and `prefixes` belong to the engine thread: None before admission and after the end; `prefixes` also when
+    there is nothing more to enter into the index. `closing` is the mailbox's, set
     under its lock.
     """
 
     span: Span
     rows: int
     max_tokens: int
+    account: str = ""
+    bid: int = 0
+    paid: bool = False
     cache: SessionRows | None = None
+    prefixes: SessionPrefixes | None = None
     closing: bool = False
+
+    @property
+    def pages(self) -> int:
+        """Pages that are reserved for it."""
+        return self.rows * pages_for(self.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +74,7 @@ class Work:
     row_positions: tuple[int, ...] | None = None
     deadline_s: float = math.inf
     arrival: int = 0
-    turn: int = 0
+    waiting: Waiting = field(init=False)
     done: int = 0
     started_s: float | None = None
     engine_s: float = 0.0
@@ -81,10 +94,17 @@ class Work:
 
 @dataclass(slots=True, eq=False)
 class Open:
-    """Reserve cache for a session; the reply is the free cache after it, in tokens x blocks."""
+    """Reserve cache for a session, by `deadline_s` (time.monotonic, as `arrived_s`).
+
+    `prefixes` says what each row's first pages will hold, if anything. The reply is the free cache after it, in tokens
+    x blocks, and the tokens that rows hold from the start, none at all if no row holds any.
+    """
 
     session: EngineSession
-    reply: asyncio.Future[int]
+    reply: asyncio.Future[tuple[int, tuple[int, ...]]]
+    prefixes: tuple[tuple[bytes, ...], ...] = ()
+    arrived_s: float = 0.0
+    deadline_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -147,11 +167,14 @@ class Mailbox:
             self._changed.notify()
             return True
 
-    def take(self, wait: bool) -> tuple[Sequence[Message], bool]:
-        """Take all messages, waiting for the first if `wait`; the flag tells whether the mailbox was shut."""
+    def take(self, wait_s: float | None) -> tuple[Sequence[Message], bool]:
+        """Take all messages, waiting for the first up to `wait_s`, None for as long as it takes.
+
+        The flag tells whether the mailbox was shut.
+        """
         with self._changed:
-            while wait and not self._messages and not self._shut:
-                self._changed.wait()
+            if wait_s is None or wait_s > 0:
+                self._changed.wait_for(lambda: self._messages or self._shut, wait_s)
             messages, self._messages = self._messages, []
             self._bounded = 0
             return messages, self._shut
