@@ -51,6 +51,9 @@ class BlockServerSettings(ServiceSettings):
     )
     dtype: Literal["fp32", "bf16", "fp16"] = Field(default="fp32", description="number format of weights and work")
     device: str = Field(default="cpu", description="device of torch")
+    fused: bool = Field(
+        default=True, description="compute Llama-like blocks with fused operations; off: transformers' own layers"
+    )
     threads: int = Field(default=0, ge=0, description="threads of torch; 0 leaves torch's own choice")
     cache_tokens: int = Field(default=16384, ge=16, description="tokens of KV cache in each block, over all sessions")
     max_session_tokens: int = Field(

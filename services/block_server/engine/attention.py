@@ -35,32 +35,37 @@ def packed_attention(
 
     `options` has `packed`, the batch, and `scaling`. Returns `[1, tokens, heads, head_dim]`.
     """
-    batch: PackedBatch = options["packed"]
+    output = attend(query[0].transpose(0, 1), options["packed"], module.layer_idx, options["scaling"])
+    return output.view(1, query.shape[2], query.shape[1], -1), None
+
+
+def attend(query: torch.Tensor, batch: PackedBatch, block: int, scaling: float) -> torch.Tensor:
+    """Attend from `query` `[tokens, heads, head_dim]` in a block of the batch; returns `[tokens, heads * head_dim]`."""
+    _, heads, head_dim = query.shape
     parts = []
     for index, segment in enumerate(batch.segments):
-        keys, values = batch.read(module.layer_idx, index)
-        rows = query[:, :, segment.start : segment.end]
-        parts.append(_attend(rows, keys[None], values[None], segment, options["scaling"]))
-    output = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-    return output.transpose(1, 2), None
+        keys, values = batch.read(block, index)
+        start, end = segment.start, segment.end
+        if end - start == 1:
+            # One query sees every key, so the heads of a group can stand as the rows of one product: no mask, no copy.
+            grouped = query[start].reshape(1, keys.shape[0], -1, head_dim)
+            output = functional.scaled_dot_product_attention(grouped, keys[None], values[None], scale=scaling)
+        else:
+            rows = query[start:end].transpose(0, 1)[None]
+            output = _attend_run(rows, keys[None], values[None], segment, scaling).transpose(1, 2)
+        parts.append(output.reshape(end - start, heads * head_dim))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _attend(
+def _attend_run(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, segment: Segment, scaling: float
 ) -> torch.Tensor:
-    heads, tokens, head_dim = query.shape[1:]
-    kv_heads = keys.shape[1]
-    if tokens == 1:
-        # One query sees every key, so the heads of a group can stand as the rows of one product: no mask, no copy.
-        grouped = query.reshape(1, kv_heads, heads // kv_heads, head_dim)
-        output = functional.scaled_dot_product_attention(grouped, keys, values, scale=scaling)
-        return output.reshape(1, heads, 1, head_dim)
     first = segment.past == 0
     mask = None
     if not first:
-        mask = torch.ones(tokens, segment.total, dtype=torch.bool, device=query.device).tril(segment.past)
+        mask = torch.ones(query.shape[2], segment.total, dtype=torch.bool, device=query.device).tril(segment.past)
     return functional.scaled_dot_product_attention(
-        query, keys, values, attn_mask=mask, is_causal=first, scale=scaling, enable_gqa=heads != kv_heads
+        query, keys, values, attn_mask=mask, is_causal=first, scale=scaling, enable_gqa=query.shape[1] != keys.shape[1]
     )
 
 

@@ -6,7 +6,6 @@ checkpoint, or loading fails by name. Nothing outside the span is read.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from services.block_server.weights.layers import Layers, layers_of
 from shoal.models.checkpoint import Checkpoint, load_class, span_names
 from shoal.models.families import Family
 from shoal.swarm.spans import Span
-from shoal.wire.errors import Corrupted, SpanMismatch, Unsupported
+from shoal.wire.errors import Corrupted, SpanMismatch
 
 
 class SpanModel:
@@ -31,15 +30,14 @@ class SpanModel:
 
     def forward(self, hidden: torch.Tensor, batch: PackedBatch, span: Span) -> torch.Tensor:
         """Run the blocks of `span`, part of this model's, over `[tokens, hidden]`; returns the same shape."""
-        states = hidden[None]
-        shared = self._layers.begin(states, batch)
-        for block in span.blocks():
-            states = self._layers.call(self._blocks[block - self.span.start], states, shared)
-        return states[0]
+        blocks = self._blocks[span.start - self.span.start : span.end - self.span.start]
+        return self._layers.run(blocks, hidden, batch)
 
 
-def load_span(checkpoint: Checkpoint, span: Span, dtype: torch.dtype, device: torch.device) -> SpanModel:
-    """Load the blocks of a span.
+def load_span(
+    checkpoint: Checkpoint, span: Span, dtype: torch.dtype, device: torch.device, *, fused: bool = True
+) -> SpanModel:
+    """Load the blocks of a span; with `fused`, as fused layers where the family's shape allows.
 
     Raises:
         SpanMismatch: if the model has not that many blocks.
@@ -51,7 +49,7 @@ def load_span(checkpoint: Checkpoint, span: Span, dtype: torch.dtype, device: to
         raise SpanMismatch(f"blocks {span} asked for, the model has {family.num_blocks}")
     # Fails before a single tensor is read if any file of the span is missing.
     checkpoint.files_of(span_names(family, span))
-    layers = layers_of(family, device)
+    layers = layers_of(family, device, fused=fused)
     blocks = [_load_block(checkpoint, layers, block, dtype, device) for block in span.blocks()]
     return SpanModel(family, span, layers, blocks, dtype)
 
@@ -66,14 +64,4 @@ def _load_block(checkpoint: Checkpoint, layers: Layers, block: int, dtype: torch
         found = stored[prefix + name]
         if found.shape != expected.shape:
             raise Corrupted(f"tensor {prefix + name} has shape {tuple(found.shape)}, expected {tuple(expected.shape)}")
-    # A copy: the file may be replaced while the server runs.
-    state = {
-        name.removeprefix(prefix): tensor.to(device=device, dtype=dtype, copy=True) for name, tensor in stored.items()
-    }
-    layer.load_state_dict(state, strict=True, assign=True)
-    for name, tensor in itertools.chain(layer.named_parameters(), layer.named_buffers()):
-        if tensor.is_meta:
-            raise Unsupported(f"tensor {prefix + name} of family {family.name} is not in the checkpoint")
-    layers.prepare(layer)
-    layer.eval().requires_grad_(False)
-    return layer
+    return layers.build(layer, {name.removeprefix(prefix): tensor for name, tensor in stored.items()}, dtype, device)
