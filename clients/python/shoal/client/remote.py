@@ -161,13 +161,10 @@ class RemoteCache(Cache):  # type: ignore[misc]
     def _run_firsts(self, hidden: torch.Tensor, plan: RowPlan, firsts: tuple[int, ...]) -> torch.Tensor:
         """Send only the first of equal rows; the others go on from its cache."""
         assert self.session is not None
-        rows = range(len(firsts))
         lengths = tuple(length if firsts[row] == row else 0 for row, length in enumerate(plan.lengths))
-        real = [hidden[row] if plan.cells is None else hidden[row][plan.cells[row]] for row in rows]
-        sent = torch.cat([real[row] for row in rows if firsts[row] == row])
-        outputs = dict(
-            zip(dict.fromkeys(firsts), _split(self.session.step_packed(sent, lengths), lengths), strict=True)
-        )
+        sent = torch.cat([real for row, real in enumerate(plan.real(hidden)) if firsts[row] == row])
+        packed = self.session.step_packed(sent, lengths, plan.needed(self._needed))
+        outputs = dict(zip(dict.fromkeys(firsts), _split(packed, lengths), strict=True))
         self.session.reorder(firsts)
         return plan.unpack(torch.cat([outputs[first] for first in firsts]))
 
