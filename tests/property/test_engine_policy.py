@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.block_server.engine.policy import FREE_SHARE, OVERDUE_S, Costs, Waiting, choose
+from services.block_server.engine.policy import FREE_SHARE, OVERDUE_S, Costs, FixedCosts, Waiting, choose
 from shoal.swarm.spans import Span
 
 BUDGET = 32
@@ -24,7 +22,7 @@ steps = st.builds(
     bid=st.integers(0, 10**12),
     paid=st.booleans(),
 )
-costs = st.builds(Costs, pass_s=st.floats(0, 10), token_s=st.floats(0, 1))
+costs = st.builds(FixedCosts, pass_s=st.floats(0, 10), token_s=st.floats(0, 1))
 
 
 def passes_within(victim: Waiting, ahead: int) -> int:
@@ -44,7 +42,7 @@ def passes_within(victim: Waiting, ahead: int) -> int:
 @given(first=st.lists(steps, min_size=1, max_size=6), more=st.lists(steps, min_size=1, max_size=4), costs=costs)
 def test_nobody_starves(first: list[Waiting], more: list[Waiting], costs: Costs) -> None:
     """The last of `first` is the victim; from then on all of `more` come again before every pass."""
-    queue = {key: replace(step, key=key, arrival=key) for key, step in enumerate(first)}
+    queue = {key: step._replace(key=key, arrival=key) for key, step in enumerate(first)}
     victim = len(first) - 1
     bound = passes_within(first[victim], sum(step.tokens for step in first))
     served: dict[Span, int] = {}
@@ -52,7 +50,7 @@ def test_nobody_starves(first: list[Waiting], more: list[Waiting], costs: Costs)
     for number in range(1, bound + 1):
         now_s = number * PASS_S
         for step in more:
-            queue[arrival] = replace(step, key=arrival, arrival=arrival, arrived_s=now_s)
+            queue[arrival] = step._replace(key=arrival, arrival=arrival, arrived_s=now_s)
             arrival += 1
         shares = choose(list(queue.values()), BUDGET, now_s, costs, served)
         assert 0 < sum(share.tokens for share in shares) <= BUDGET
@@ -65,7 +63,7 @@ def test_nobody_starves(first: list[Waiting], more: list[Waiting], costs: Costs)
             assert share.tokens > 0
             assert left >= 0
             if left:
-                queue[share.key] = replace(queue[share.key], tokens=left)
+                queue[share.key] = queue[share.key]._replace(tokens=left)
             else:
                 del queue[share.key]
         if victim not in queue:

@@ -7,8 +7,7 @@ another. A batch serves transformers' layers as their cache: `update` stores, at
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,8 +15,7 @@ from services.block_server.cache.rows import Row
 from services.block_server.cache.storage import KvStorage
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """New tokens of one row: `[start, end)` of the batch, the first at position `past` of the row."""
 
     row: Row

@@ -7,9 +7,10 @@ their sessions are freed at once. Whatever happens to a session, its pages are f
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,6 +68,8 @@ class EngineCore:
         self._costs = PassCosts()
         # The number of the last pass over each span that sessions use.
         self._served: dict[Span, int] = {}
+        # No step that waits has to be done before; it may be that of a step that is done.
+        self._first_deadline_s = math.inf
         self._sequence = 0
         self._settled: Settled = []
         self._queue_delay_s = 0.0
@@ -114,13 +117,13 @@ class EngineCore:
     def iterate(self) -> None:
         """Drop what is too late, admit what fits, and run one pass over what the policy chooses, if anything waits."""
         now_s = time.monotonic()
-        for work in [work for work in self._waiting.values() if work.deadline_s <= now_s]:
-            self._release(work.session, TimedOut("the step was not done before its deadline"))
+        if self._first_deadline_s <= now_s:
+            self._drop_late(now_s)
         if self._admission.waiting:
             self._admit(now_s)
         if self._waiting:
             waiting = [work.waiting for work in self._waiting.values()]
-            shares = self._policy(waiting, self._max_step_tokens, now_s, self._costs.costs, self._served)
+            shares = self._policy(waiting, self._max_step_tokens, now_s, self._costs, self._served)
             taken = _lay_out(self._waiting, shares)
             try:
                 self._pass(taken)
@@ -155,6 +158,11 @@ class EngineCore:
         for request, error in decided.refused:
             self._settle(request.reply, error)
 
+    def _drop_late(self, now_s: float) -> None:
+        for work in [work for work in self._waiting.values() if work.deadline_s <= now_s]:
+            self._release(work.session, TimedOut("the step was not done before its deadline"))
+        self._first_deadline_s = min((work.deadline_s for work in self._waiting.values()), default=math.inf)
+
     def _release(self, session: EngineSession, error: Exception) -> None:
         if session.cache is None:
             return
@@ -167,11 +175,13 @@ class EngineCore:
 
     def _enqueue(self, work: Work, session: EngineSession) -> None:
         try:
-            _move(session, work.row_sources, work.row_positions)
+            if work.row_sources or work.row_positions is not None:
+                _move(session, work.row_sources, work.row_positions)
         except ValueError as error:
             self._release(session, error)
             self._settle(work.reply, error)
             return
+        self._first_deadline_s = min(self._first_deadline_s, work.deadline_s)
         self._sequence += 1
         arrival = work.arrival = self._sequence
         self._waiting[arrival] = work
@@ -221,7 +231,7 @@ class EngineCore:
         if session.prefixes is not None and cache is not None and not session.prefixes.enter(cache):
             session.prefixes = None
         if work.done < work.tokens or cache is None:
-            work.waiting = replace(work.waiting, tokens=work.tokens - work.done)
+            work.waiting = work.waiting._replace(tokens=work.tokens - work.done)
             return
         del self._waiting[work.arrival]
         outcome = StepOutcome(

@@ -5,19 +5,17 @@ A straight line through (tokens, seconds) on one block, in which older passes co
 
 from __future__ import annotations
 
-from services.block_server.engine.policy import UNKNOWN_COSTS, Costs
-
 _SMOOTHING = 0.05
 # Passes of about one size say nothing of the cost of a token: what is known of it stays.
 _LEAST_VARIANCE = 16.0
 
 
 class PassCosts:
-    """Observes passes; `costs` is the line through them, zeros until passes of different sizes were seen."""
+    """Observes passes; `token_s`, seconds of a token on one block, is 0 until passes of different sizes were seen."""
 
     def __init__(self) -> None:
         self._tokens = self._seconds = self._squares = self._products = 0.0
-        self._token_s = 0.0
+        self.token_s = 0.0
         self._seen = False
 
     def observe(self, tokens: int, blocks: int, spent_s: float) -> None:
@@ -31,11 +29,9 @@ class PassCosts:
         self._products += part * (tokens * seconds - self._products)
         variance = self._squares - self._tokens * self._tokens
         if variance >= _LEAST_VARIANCE:
-            self._token_s = max((self._products - self._tokens * self._seconds) / variance, 0.0)
+            self.token_s = max((self._products - self._tokens * self._seconds) / variance, 0.0)
 
     @property
-    def costs(self) -> Costs:
-        """Return the costs on one block."""
-        if not self._token_s:
-            return UNKNOWN_COSTS
-        return Costs(max(self._seconds - self._token_s * self._tokens, 0.0), self._token_s)
+    def pass_s(self) -> float:
+        """Seconds of a pass on one block, however small it is."""
+        return max(self._seconds - self.token_s * self._tokens, 0.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 from shoal.swarm.spans import Span
 
@@ -24,8 +25,7 @@ _PREFILL_FLOOR = 8
 _SLOWER = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(NamedTuple):
     """A step that waits, or has been computed in part.
 
     `arrival` orders steps; `decode` tells that it has at most one token per row; `bid` is in micropoints per 1,000
@@ -42,20 +42,31 @@ class Waiting:
     arrived_s: float = 0.0
 
 
+class Costs(Protocol):
+    """What a pass costs on one block."""
+
+    @property
+    def pass_s(self) -> float:
+        """Seconds of a pass, however small it is."""
+
+    @property
+    def token_s(self) -> float:
+        """Seconds of each token; 0 if not known."""
+
+
 @dataclass(frozen=True, slots=True)
-class Costs:
-    """What a pass costs on one block: `pass_s` however small it is, and `token_s` for each token; 0 if not known."""
+class FixedCosts:
+    """Costs that somebody has measured."""
 
     pass_s: float = 0.0
     token_s: float = 0.0
 
 
-UNKNOWN_COSTS = Costs()
+UNKNOWN_COSTS = FixedCosts()
 _NEVER: Mapping[Span, int] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """The next `tokens` tokens of a waiting step, for the coming pass."""
 
     key: int
@@ -75,8 +86,8 @@ def choose(
     steps go first; prompts take what is left, but beside decode steps only so much that the pass takes no more than
     twice as long as without them, at least 8 tokens, and a quarter of the pass while the costs are not known.
     """
-    if not waiting:
-        return []
+    if len(waiting) <= 1:
+        return [Share(step.key, min(step.tokens, max_tokens)) for step in waiting]
     span = min(waiting, key=lambda step: (served.get(step.span, 0), step.arrival)).span
     members = [step for step in waiting if step.span == span]
     prompts = [step for step in members if not step.decode]
