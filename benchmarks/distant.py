@@ -52,6 +52,9 @@ def figure(near: list[float], far: list[float]) -> tuple[float, dict[str, Any]]:
         "token_s": rounded(far, 4),
         "compute_s": rounded(near, 4),
         "bound_s": round(bound_s, 4),
+        "ratio_by_round": rounded(
+            [(one + (SERVERS + 1) * DELAY_S) / other for one, other in zip(near, far, strict=True)]
+        ),
         "one_way_delay_s": DELAY_S,
         "servers": SERVERS,
     }
