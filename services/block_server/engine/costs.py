@@ -1,37 +1,33 @@
-"""What passes cost, from those that were measured: seconds of a pass however small, and of each token in it.
+"""What passes cost on one block, from those that were measured; older ones count less and less. Pure.
 
-A straight line through (tokens, seconds) on one block, in which older passes count less and less. Pure.
+A token of a prompt is measured by how much longer than a decode pass the passes with prompts take, so what is found
+is true for passes of the size that follows from it.
 """
 
 from __future__ import annotations
 
 _SMOOTHING = 0.05
-# Passes of about one size say nothing of the cost of a token: what is known of it stays.
-_LEAST_VARIANCE = 16.0
 
 
 class PassCosts:
-    """Observes passes; `token_s`, seconds of a token on one block, is 0 until passes of different sizes were seen."""
+    """Observes passes. Both costs are 0 until they are known."""
 
     def __init__(self) -> None:
-        self._tokens = self._seconds = self._squares = self._products = 0.0
-        self.token_s = 0.0
-        self._seen = False
-
-    def observe(self, tokens: int, blocks: int, spent_s: float) -> None:
-        """Count a pass of `tokens` tokens over `blocks` blocks."""
-        seconds = spent_s / blocks
-        part = _SMOOTHING if self._seen else 1.0
-        self._seen = True
-        self._tokens += part * (tokens - self._tokens)
-        self._seconds += part * (seconds - self._seconds)
-        self._squares += part * (tokens * tokens - self._squares)
-        self._products += part * (tokens * seconds - self._products)
-        variance = self._squares - self._tokens * self._tokens
-        if variance >= _LEAST_VARIANCE:
-            self.token_s = max((self._products - self._tokens * self._seconds) / variance, 0.0)
+        self.decode_s = 0.0
+        self._extra_s = 0.0
+        self._extra_tokens = 0.0
 
     @property
-    def pass_s(self) -> float:
-        """Seconds of a pass on one block, however small it is."""
-        return max(self._seconds - self.token_s * self._tokens, 0.0)
+    def token_s(self) -> float:
+        """Seconds that each token of a prompt adds."""
+        return max(self._extra_s / self._extra_tokens, 0.0) if self._extra_tokens else 0.0
+
+    def observe(self, prompt_tokens: int, blocks: int, spent_s: float) -> None:
+        """Count a pass over `blocks` blocks with so many tokens of prompts."""
+        seconds = spent_s / blocks
+        if prompt_tokens == 0:
+            self.decode_s += (_SMOOTHING if self.decode_s else 1.0) * (seconds - self.decode_s)
+        elif self.decode_s:
+            part = _SMOOTHING if self._extra_tokens else 1.0
+            self._extra_s += part * (seconds - self.decode_s - self._extra_s)
+            self._extra_tokens += part * (prompt_tokens - self._extra_tokens)
