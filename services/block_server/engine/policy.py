@@ -84,9 +84,10 @@ def choose(
     """Fill one pass with at most `max_tokens` tokens, 16 or more.
 
     All shares use the same blocks; spans take turns: `served` has the number of the last pass of each. Decode
-    steps go first; prompts take what is left, but beside decode steps only so much that the pass takes no more than
-    twice as long as without them, at least 8 tokens, and a quarter of the pass while the costs are not known.
-    `expected` decode tokens may come at any moment: they would wait for the end of the pass, so it is kept as short.
+    steps go first; prompts take what is left, but beside decode steps only so many tokens as cost no more than a
+    decode pass, so that a pass takes about twice as long at most; at least 8 tokens, and a quarter of the pass while
+    the costs are not known. `expected` decode tokens may come at any moment: they would wait for the end of the
+    pass, so it is kept as short.
     """
     if not waiting or (len(waiting) == 1 and waiting[0].decode):
         return [Share(step.key, min(step.tokens, max_tokens)) for step in waiting]
