@@ -191,5 +191,6 @@ def build_engine(settings: BlockServerSettings, checkpoint: Checkpoint, facts: F
         max_step_tokens=settings.max_step_tokens,
         max_waiting=2 * settings.max_sessions + 8,
         threads=settings.threads,
+        account_share=settings.account_share,
     )
     return Engine(model, PagePool(pages, blocks), storage, options)

@@ -61,6 +61,9 @@ class BlockServerSettings(ServiceSettings):
     )
     max_session_rows: int = Field(default=64, ge=1, description="most rows (sequences) in one session")
     max_step_tokens: int = Field(default=256, ge=16, description="most tokens that one pass of the engine packs")
+    account_share: float = Field(
+        default=1.0, gt=0, le=1, description="most of the KV cache that one account's sessions may hold together"
+    )
     max_sessions: int = Field(default=256, ge=1, le=900, description="most sessions at a time")
     idle_timeout_s: float = Field(default=600.0, gt=0, description="seconds after which a quiet session is ended")
     join_wait_s: float = Field(default=30.0, ge=0, description="seconds to wait for the registry at the start")

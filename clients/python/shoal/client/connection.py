@@ -37,6 +37,7 @@ from shoal.swarm.spans import Span
 from shoal.v1 import block_server_pb2 as pb
 from shoal.v1.block_server_pb2_grpc import BlockServerServiceStub
 from shoal.wire.channels import open_channel
+from shoal.wire.clock import to_duration
 from shoal.wire.errors import (
     InvalidRequest,
     NoRoute,
@@ -258,6 +259,7 @@ class SwarmConnection:
                 codec=codec,
                 rows=rows,
                 max_tokens=max_tokens,
+                cache_wait=to_duration(self.config.cache_wait_s),
                 push_key=link.push_key,
                 next_hop=link.next_hop,
             )
