@@ -183,7 +183,7 @@ def build_engine(settings: BlockServerSettings, checkpoint: Checkpoint, facts: F
     if settings.threads:
         torch.set_num_threads(settings.threads)
     device = usable_device(settings.device)
-    model = load_span(checkpoint, facts.span, facts.dtype, device, fused=settings.fused)
+    model = load_span(checkpoint, facts.span, facts.dtype, device, fused=settings.fused, how=settings.compile)
     blocks = len(facts.span)
     pages = facts.capacity.cache_token_blocks // (PAGE_TOKENS * blocks)
     storage = KvStorage(blocks, pages, facts.family.kv_heads, facts.family.head_dim, dtype=facts.dtype, device=device)

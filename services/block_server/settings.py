@@ -54,6 +54,10 @@ class BlockServerSettings(ServiceSettings):
     fused: bool = Field(
         default=True, description="compute Llama-like blocks with fused operations; off: transformers' own layers"
     )
+    compile: Literal["off", "on", "graphs"] = Field(
+        default="off",
+        description="compile fused blocks at the start, which takes long; `graphs` replays CUDA graphs too",
+    )
     threads: int = Field(default=0, ge=0, description="threads of torch; 0 leaves torch's own choice")
     cache_tokens: int = Field(default=16384, ge=16, description="tokens of KV cache in each block, over all sessions")
     max_session_tokens: int = Field(
