@@ -1,6 +1,6 @@
 """Builds and runs one block server process: the only place that puts its parts together.
 
-Order of a start: identity, membership, span, hashes, port, lease as JOINING, weights, speed, lease as ONLINE, calls.
+Order of a start: identity, membership, span, hashes, port, lease as JOINING, weights, speed, calls, lease as ONLINE.
 A start that cannot succeed ends with the reason before a weight is read where that can be known.
 """
 
@@ -205,6 +205,8 @@ class _Server:
             self._signer.speed = await measure_speed(engine, self._facts)
             self._servicer.attach(engine)
             self._lifecycle.state = ServerState.ONLINE
+            # The registry calls back before it sends anybody here.
+            await self._server.start()
             await self._announce()
             free_token_blocks = engine.load().free_token_blocks
             span, model = str(self._facts.span), str(self._facts.model)
