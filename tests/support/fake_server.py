@@ -252,13 +252,8 @@ class _Member:
 class _Carrying(SwarmConnection):
     """A connection that never lets servers push: scripted ones cannot."""
 
-    @property
-    def config(self) -> SequenceManagerConfig:
-        return self._config
-
-    @config.setter
-    def config(self, config: SequenceManagerConfig) -> None:
-        self._config = replace(config, push=False)
+    def reachable(self, server: Server, following: Server) -> bool:
+        return False
 
 
 class FakeSwarm:
