@@ -1,6 +1,6 @@
 """Builds and runs one block server process: the only place that puts its parts together.
 
-Order of a start: identity, membership, span, hashes, port, lease as JOINING, weights, speed, lease as ONLINE, calls.
+Order of a start: identity, membership, span, hashes, port, lease as JOINING, weights, speed, calls, lease as ONLINE.
 A start that cannot succeed ends with the reason before a weight is read where that can be known.
 """
 
@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import grpc.aio
 
+from services.block_server.address import announced_address, own_host
 from services.block_server.announcer import Announcer
 from services.block_server.calibrate import measure_speed
 from services.block_server.dht import DhtPresence, keep_linked, server_directory
@@ -111,7 +112,8 @@ async def _live(settings: BlockServerSettings, stop: StopSignal, serving: asynci
             span = await place(membership, directory, model, checkpoint.family.num_blocks, settings.num_blocks)
         describe = partial(describe_server, settings, checkpoint, span, key.server_id)
         facts = await in_thread(checkpoint, describe)
-        server = _Server(settings, membership, directory, key, facts)
+        host = await asyncio.to_thread(own_host, settings.listen, url.address)
+        server = _Server(settings, membership, directory, key, facts, host)
         await server.run(checkpoint, stop, serving)
     get_logger(_LOG).info("server.ended", lived_s=round(time.monotonic() - started_s, 1))
 
@@ -139,6 +141,7 @@ class _Server:
         directory: SwarmDirectory | None,
         key: IdentityKey,
         facts: Facts,
+        host: str,
     ) -> None:
         certificate = load_or_create_certificate(settings.state_dir, key.server_id)
         self._settings = settings
@@ -147,7 +150,7 @@ class _Server:
         self._lifecycle = Lifecycle()
         self._servicer = BlockServer(facts, self._lifecycle, self._record, membership.token)
         self._server = self._listen(certificate)
-        address = settings.advertise or self._server.address
+        address = announced_address(settings.advertise, host, self._server.port)
         announced = Announced(address, certificate.der, settings.public_name, _software())
         self._signer = RecordSigner(key, facts, self._lifecycle, announced, self._servicer.load)
         self._keeper = EnrolmentKeeper(self._signer, settings.state_dir)
@@ -205,6 +208,8 @@ class _Server:
             self._signer.speed = await measure_speed(engine, self._facts)
             self._servicer.attach(engine)
             self._lifecycle.state = ServerState.ONLINE
+            # The registry calls back before it sends anybody here.
+            await self._server.start()
             await self._announce()
             free_token_blocks = engine.load().free_token_blocks
             span, model = str(self._facts.span), str(self._facts.model)

@@ -41,7 +41,7 @@ def run(
     blocks: Annotated[str, _option("blocks")] = _default("blocks"),
     num_blocks: Annotated[int, _option("num_blocks")] = _default("num_blocks"),
     listen: Annotated[str, _option("listen")] = _default("listen"),
-    announce: Annotated[str, _option("advertise", "--announce")] = _default("advertise"),
+    announce: Annotated[str, _option("advertise", "--announce", "--advertise")] = _default("advertise"),
     model_name: Annotated[str, _option("model_name")] = _default("model_name"),
     revision: Annotated[str, _option("revision")] = _default("revision"),
     hub_token: Annotated[str, _option("hub_token", "--hub-token", "--token")] = "",

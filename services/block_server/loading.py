@@ -183,7 +183,7 @@ def build_engine(settings: BlockServerSettings, checkpoint: Checkpoint, facts: F
     if settings.threads:
         torch.set_num_threads(settings.threads)
     device = usable_device(settings.device)
-    model = load_span(checkpoint, facts.span, facts.dtype, device, fused=settings.fused)
+    model = load_span(checkpoint, facts.span, facts.dtype, device, fused=settings.fused, how=settings.compile)
     blocks = len(facts.span)
     pages = facts.capacity.cache_token_blocks // (PAGE_TOKENS * blocks)
     storage = KvStorage(blocks, pages, facts.family.kv_heads, facts.family.head_dim, dtype=facts.dtype, device=device)
@@ -191,5 +191,6 @@ def build_engine(settings: BlockServerSettings, checkpoint: Checkpoint, facts: F
         max_step_tokens=settings.max_step_tokens,
         max_waiting=2 * settings.max_sessions + 8,
         threads=settings.threads,
+        account_share=settings.account_share,
     )
     return Engine(model, PagePool(pages, blocks), storage, options)

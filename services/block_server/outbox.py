@@ -48,11 +48,11 @@ class Outbox:
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._drain())
 
-    async def close(self) -> None:
-        """Send nothing more."""
+    def close(self) -> asyncio.Task[None] | None:
+        """Send nothing more. Returns what ends a moment later, if there is something."""
         if self._task is not None:
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        return self._task
 
     async def _drain(self) -> None:
         try:

@@ -30,6 +30,7 @@ class PushChannels:
         self._token = token
         self._channels: dict[tuple[str, str, bytes], grpc.aio.Channel] = {}
         self._users: dict[tuple[str, str, bytes], int] = {}
+        self._closing: list[asyncio.Task[None]] = []
 
     def take(self, target: pb.PushTarget) -> grpc.aio.Channel:
         """Return a connection to a server; give it back when done."""
@@ -39,20 +40,20 @@ class PushChannels:
         self._users[key] = self._users.get(key, 0) + 1
         return self._channels[key]
 
-    async def give_back(self, target: pb.PushTarget) -> None:
+    def give_back(self, target: pb.PushTarget) -> None:
         """Let go of a connection; the oldest that nobody uses are closed."""
         self._users[(target.server_id, target.address, target.certificate)] -= 1
         unused = [key for key, users in self._users.items() if not users]
         for key in unused[: max(0, len(unused) - _IDLE_CHANNELS)]:
             del self._users[key]
-            await self._channels.pop(key).close()
+            self._closing.append(asyncio.ensure_future(self._channels.pop(key).close()))
+        self._closing = [closing for closing in self._closing if not closing.done()]
 
     async def close(self) -> None:
         """Close all connections."""
         channels, self._channels = list(self._channels.values()), {}
         self._users.clear()
-        for channel in channels:
-            await channel.close()
+        await asyncio.gather(*(channel.close() for channel in channels), *self._closing, return_exceptions=True)
 
 
 class PushLink:
@@ -94,12 +95,12 @@ class PushLink:
             if task is None or task.cancelling():
                 raise
 
-    async def close(self) -> None:
-        """End the stream; what was sent may be lost."""
+    def close(self) -> asyncio.Task[None]:
+        """End the stream at once; what was sent may be lost. Returns what ends a moment later."""
         self._over = True
         self._call.cancel()
         self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        return self._task
 
     async def _run(self, opening: pb.PushOpen) -> None:
         try:

@@ -93,12 +93,6 @@ class InferSession:
         Raises:
             ShoalError: what was wrong; the session is over then.
         """
-        try:
-            await self._run()
-        finally:
-            await self._outbox.close()
-
-    async def _run(self) -> None:
         first = await self._next(self._facts.open_timeout_s)
         if first is None or first.WhichOneof("frame") != "open":
             raise InvalidRequest("the first frame of a stream must be `open`")
@@ -130,11 +124,12 @@ class InferSession:
             await self._swallow(reader)
             raise
         finally:
+            # All is let go before the first pause: whoever ends the stream may not wait for us.
             self._free(opened.session)
+            tasks = [reader, self._unlink(), self._outbox.close()]
             if reader is not None:
                 reader.cancel()
-                await asyncio.gather(reader, return_exceptions=True)
-            await self._unlink()
+            await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
 
     def _free(self, session: EngineSession) -> None:
         self._engine.discard(session)
@@ -216,11 +211,11 @@ class InferSession:
                     await self._engine.roll_back(session, positions)
                     await self._outbox.send(pb.InferResponse(rolled_back=pb.RolledBack(row_positions=positions)))
                 case Link(request):
-                    await self._unlink()
+                    self._unlink()
                     self._set_link(request.push_key, request.next_hop if request.HasField("next_hop") else None)
                     await self._outbox.send(pb.InferResponse(linked=pb.Linked(step=request.step)))
                 case Sync():
-                    await self._unlink()
+                    self._unlink()
                     synced = pb.Synced(step=self._number, row_positions=self._positions)
                     await self._outbox.send(pb.InferResponse(synced=synced))
                 case Close():
@@ -305,13 +300,12 @@ class InferSession:
         failed = pb.PushFailed(step=step, reason=error.reason, message=error.message)
         self._outbox.send_soon(pb.InferResponse(push_failed=failed))
 
-    async def _unlink(self) -> None:
-        """Push nothing any more."""
+    def _unlink(self) -> asyncio.Task[None] | None:
+        """Push nothing any more. Returns what ends a moment later, if there is something."""
         link, target, self._link, self._target = self._link, self._target, None, None
-        if link is not None:
-            await link.close()
         if target is not None:
-            await self._channels.give_back(target)
+            self._channels.give_back(target)
+        return None if link is None else link.close()
 
     # Frames of the stream.
 

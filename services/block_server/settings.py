@@ -54,6 +54,10 @@ class BlockServerSettings(ServiceSettings):
     fused: bool = Field(
         default=True, description="compute Llama-like blocks with fused operations; off: transformers' own layers"
     )
+    compile: Literal["off", "on", "graphs"] = Field(
+        default="off",
+        description="compile fused blocks at the start, which takes long; `graphs` replays CUDA graphs too",
+    )
     threads: int = Field(default=0, ge=0, description="threads of torch; 0 leaves torch's own choice")
     cache_tokens: int = Field(default=16384, ge=16, description="tokens of KV cache in each block, over all sessions")
     max_session_tokens: int = Field(
@@ -61,6 +65,9 @@ class BlockServerSettings(ServiceSettings):
     )
     max_session_rows: int = Field(default=64, ge=1, description="most rows (sequences) in one session")
     max_step_tokens: int = Field(default=256, ge=16, description="most tokens that one pass of the engine packs")
+    account_share: float = Field(
+        default=1.0, gt=0, le=1, description="most of the KV cache that one account's sessions may hold together"
+    )
     max_sessions: int = Field(default=256, ge=1, le=900, description="most sessions at a time")
     idle_timeout_s: float = Field(default=600.0, gt=0, description="seconds after which a quiet session is ended")
     join_wait_s: float = Field(default=30.0, ge=0, description="seconds to wait for the registry at the start")

@@ -41,9 +41,13 @@ class ServiceServer:
     services: tuple[str, ...]
     _health: health_aio.HealthServicer
     _stopped: bool = field(default=False)
+    _started: bool = field(default=False)
 
     async def start(self) -> None:
-        """Answer calls, and report SERVING for each service."""
+        """Answer calls, and report SERVING for each service. May be called again."""
+        if self._started:
+            return
+        self._started = True
         await self.server.start()
         await self.set_serving(True)
 

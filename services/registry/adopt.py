@@ -96,6 +96,8 @@ class Adopter:
         return open_record(envelope, now)
 
     async def _grant(self, server: Server, owner: str, now: float) -> int:
+        if self._parts.reach is not None:
+            self._parts.reach.check_known(server)
         await self._parts.pins.check(server)
         entry = server_to_entry(server).SerializeToString()
         claim = Claim(server.server_id, server.sequence, owner, ADOPTED_STREAM, entry, adopted=True)

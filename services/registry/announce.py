@@ -15,6 +15,7 @@ from services.registry.domain.fencing import NEW_STREAM, Claim
 from services.registry.history import HistoryWriter
 from services.registry.hub import SwarmHub
 from services.registry.pins import PinBoard
+from services.registry.reach import Reach
 from services.registry.store_archive import sighting_of
 from services.registry.store_leases import Grant, LeaseStore
 from shoal.swarm.snapshot import Server, ServerState
@@ -38,17 +39,22 @@ class Announcing:
     hub: SwarmHub
     lease_ttl_s: float
     key_set: KeySet
+    # None believes every address.
+    reach: Reach | None = None
 
 
 class AnnounceStream:
     """One stream of one account. `receive` takes its messages in order.
 
-    `enrolling` is the server's id right after a record was granted its lease, else None.
+    `enrolling` is the server's id right after a record was granted its lease, else None. `seen_from` is the address
+    from which the server called.
     """
 
-    def __init__(self, parts: Announcing, account: str) -> None:
+    def __init__(self, parts: Announcing, account: str, seen_from: str = "") -> None:
         self._parts = parts
         self._account = account
+        self._seen_from = seen_from
+        self._reached_at = ""
         self._server: Server | None = None
         self._stream = NEW_STREAM
         self.enrolling: str | None = None
@@ -62,6 +68,7 @@ class AnnounceStream:
             BlockHashMismatch: if the weights are not those of the swarm.
             LeaseExpired: if the record is old, or nothing came for two leases.
             AlreadyExists, NotPermitted: if another announcement of the server counts.
+            NotReachable: if the server says that it is online, but cannot be reached.
             Unavailable: if the lease store does not answer.
         """
         limit_s = SILENT_LEASES * self._parts.lease_ttl_s
@@ -89,6 +96,7 @@ class AnnounceStream:
         else:
             raise InvalidRequest("an announce message needs a record or a heartbeat")
         server = self._announced()
+        await self._check_reach(server)
         # A stream that only comes to say good-bye must hold the lease first: only its holder may end it.
         grant = await self._renew(server)
         if server.state is ServerState.OFFLINE:
@@ -96,6 +104,13 @@ class AnnounceStream:
                 self._parts.hub.depart(server.server_id)
             self._log.info("lease.left", server_id=server.server_id)
         return grant
+
+    async def _check_reach(self, server: Server) -> None:
+        """Check the address once on each stream, when the server first asks to be routed to."""
+        if self._parts.reach is None or server.state is not ServerState.ONLINE or server.address == self._reached_at:
+            return
+        await self._parts.reach.check(server, self._seen_from)
+        self._reached_at = server.address
 
     async def _renew(self, server: Server) -> Grant:
         entry = server_to_entry(server).SerializeToString()

@@ -21,6 +21,7 @@ from services.registry.history import HistoryWriter
 from services.registry.hub import SwarmHub
 from services.registry.keys import KeyRing, read_keys_file
 from services.registry.pins import PinBoard
+from services.registry.reach import TIMEOUT_S, Reach
 from services.registry.schema import check_version
 from services.registry.service import POLICY, SERVICE, RegistryService, SwarmFacts
 from services.registry.settings import RegistrySettings
@@ -62,7 +63,9 @@ async def run(settings: RegistrySettings, stop: StopSignal) -> None:
         leases = RedisLeases(redis)
         hub = SwarmHub(leases, watchers, lease_ttl_s=settings.lease_ttl_s, poll_s=settings.poll_s)
         history = HistoryWriter(archive)
-        announcing = Announcing(leases, PinBoard(archive), history, hub, settings.lease_ttl_s, signer.key_set())
+        announcing = Announcing(
+            leases, PinBoard(archive), history, hub, settings.lease_ttl_s, signer.key_set(), _reach(settings)
+        )
         facts = _facts(settings, signer)
         service = RegistryService(facts, announcing, watchers)
         auth = AuthInterceptor(POLICY, signer.key_set, KeyRing(archive, signer.swarm_id).check)
@@ -76,6 +79,11 @@ async def run(settings: RegistrySettings, stop: StopSignal) -> None:
     finally:
         await redis.aclose()
         await engine.dispose()
+
+
+def _reach(settings: RegistrySettings) -> Reach | None:
+    # Twice that long may pass within a lease that is not renewed meanwhile.
+    return Reach(min(TIMEOUT_S, settings.lease_ttl_s / 3)) if settings.verify_reachability else None
 
 
 def _facts(settings: RegistrySettings, signer: TokenSigner) -> SwarmFacts:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import unquote
 
 import grpc.aio
 
@@ -90,7 +91,7 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
     ) -> AsyncIterator[registry_pb2.AnnounceServerResponse]:
         """Grant a lease for each record and heartbeat."""
         account = current_claims().account
-        stream = AnnounceStream(self._announcing, account)
+        stream = AnnounceStream(self._announcing, account, seen_from=_host(context.peer()))
         async for grant in stream.follow(aiter(request_iterator)):
             lease = registry_pb2.LeaseGranted(
                 ttl=to_duration(self._announcing.lease_ttl_s),
@@ -156,6 +157,11 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
                             await context.write(frame)
                     except TimeoutError:
                         raise QueueFull(f"nothing was read for {WRITE_TIMEOUT_S:g} s; watch again") from None
+
+
+def _host(peer: str) -> str:
+    """Return the address in grpc's name of a peer, such as `ipv4:192.0.2.7:53211`; its port says nothing."""
+    return unquote(peer).partition(":")[2].rpartition(":")[0] or peer
 
 
 def _wanted(model: common_pb2.ModelId) -> Wanted:

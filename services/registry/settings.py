@@ -32,6 +32,9 @@ class RegistrySettings(ServiceSettings):
     dht_peers: Peers = Field(
         default=[], description="bootstrap peer of the DHT, /ip4/ADDRESS/tcp/PORT/p2p/ID; repeat for more"
     )
+    verify_reachability: bool = Field(
+        default=True, description="connect to each server at its announced address before clients are sent to it"
+    )
     poll_s: float = Field(default=0.2, gt=0, le=10, description="seconds between two looks at the lease store")
     watch_queue: int = Field(
         default=256, ge=1, description="changes that a watcher may lag behind before it is dropped"

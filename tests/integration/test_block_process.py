@@ -13,11 +13,12 @@ import pytest
 
 from services.chassis.ready import read_ready
 from services.up.children import LeashedChild
+from services.up.embedded import free_port
 from shoal.models.checkpoint import Checkpoint
 from shoal.models.identity import block_hashes, model_key
 from shoal.swarm.snapshot import Server, ServerState
 from shoal.swarm.spans import Span
-from shoal.v1 import block_server_pb2, registry_pb2
+from shoal.v1 import block_server_pb2, registry_pb2, swarm_pb2
 from shoal.v1.block_server_pb2_grpc import BlockServerServiceStub
 from shoal.v1.registry_pb2_grpc import RegistryServiceStub
 from shoal.wire.channels import open_channel
@@ -41,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def plane(tmp_path: Path, postgres_url: str, redis_url: str) -> Iterator[ControlPlane]:
     """A control plane of its own for each test: which weights count is decided by who comes first."""
-    with ControlPlane(tmp_path, postgres_url, redis_url) as plane:
+    with ControlPlane(tmp_path, postgres_url, redis_url, ("--verify-reachability",)) as plane:
         yield plane
 
 
@@ -164,6 +165,27 @@ async def test_a_server_comes_back_after_the_registry_and_keeps_its_identity(pla
             (again,) = await servers(member, 1)
     assert again.server_id == before.server_id
     assert again.sequence > after.sequence
+
+
+async def test_nw06_a_server_that_nobody_can_reach_is_told_so_once_and_gets_no_work(
+    plane: ControlPlane, folder: Path
+) -> None:
+    closed = f"127.0.0.1:{free_port()}"
+    with server(plane, "one", folder, "--no-dht", "--advertise", closed, ready=False) as process:
+
+        def refusals() -> int:
+            return process.child.log_tail(200).count('"reason": "NotReachable"')
+
+        process.wait(refusals, "refused")
+        process.wait(lambda: process.child.log_tail(200).count("loop.retry") >= 3, "tries again")
+        log = process.child.log_tail(200)
+        assert all(part in log for part in (closed, "--advertise HOST:PORT", "called from 127.0.0.1")), log
+        assert log.count("announce.failed") == 1, log
+        assert not process.ready_file.exists()
+        async with plane.member(Role.OPERATOR) as member:
+            stub: Any = RegistryServiceStub(member.registry)
+            listed = (await stub.ListServers(registry_pb2.ListServersRequest())).servers
+        assert [entry.state for entry in listed if entry.state == swarm_pb2.SERVER_STATE_ONLINE] == []
 
 
 async def test_other_weights_under_the_same_name_are_refused(plane: ControlPlane, folder: Path, tmp_path: Path) -> None:

@@ -21,8 +21,9 @@ steps = st.builds(
     decode=st.booleans(),
     bid=st.integers(0, 10**12),
     paid=st.booleans(),
+    arrived_s=st.just(0.0),
 )
-costs = st.builds(FixedCosts, pass_s=st.floats(0, 10), token_s=st.floats(0, 1))
+costs = st.builds(FixedCosts, decode_s=st.floats(0, 10), token_s=st.floats(0, 1))
 
 
 def passes_within(victim: Waiting, ahead: int) -> int:

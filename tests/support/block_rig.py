@@ -27,7 +27,7 @@ from shoal.swarm.snapshot import ServerState
 from shoal.swarm.spans import Span
 from shoal.v1 import block_server_pb2 as pb
 from shoal.v1 import block_server_pb2_grpc, common_pb2
-from shoal.wire.channels import open_channel
+from shoal.wire.channels import Keepalive, open_channel
 from shoal.wire.clock import new_id, now_s
 from shoal.wire.errors import ShoalError
 from shoal.wire.identity import IdentityKey
@@ -92,7 +92,13 @@ class BlockRig:
 
 @asynccontextmanager
 async def block_rig(
-    folder: Path, blocks: str = "", *, signer: TokenSigner | None = None, progress_every_s: float = 5.0, **options: Any
+    folder: Path,
+    blocks: str = "",
+    *,
+    signer: TokenSigner | None = None,
+    progress_every_s: float = 5.0,
+    keepalive: Keepalive | None = None,
+    **options: Any,
 ) -> AsyncIterator[BlockRig]:
     """Run a block server for `blocks` of the model in `folder`; `options` are its settings.
 
@@ -124,7 +130,7 @@ async def block_rig(
         block_server_pb2_grpc.add_BlockServerServiceServicer_to_server(servicer, server)
 
     auth = AuthInterceptor(policy(), signer.key_set)
-    server = build_server([Mount(SERVICE, add)], "127.0.0.1:0", certificate, auth)
+    server = build_server([Mount(SERVICE, add)], "127.0.0.1:0", certificate, auth, keepalive=keepalive)
     engine.start()
     await server.start()
     try:

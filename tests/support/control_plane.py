@@ -60,7 +60,7 @@ class ControlPlane:
         router_by: Callable[[str], str] = directly,
         registry_by: Callable[[str], str] = directly,
     ) -> None:
-        """`options` go to the registry.
+        """`options` go to the registry, which believes all addresses: few servers of tests have real ones.
 
         `router_by` gives the address under which clients are told to reach the router, `registry_by` that under which
         the router reaches the registry.
@@ -70,7 +70,7 @@ class ControlPlane:
         self.children: dict[str, LeashedChild] = {}
         self._stores = {"SHOAL_REGISTRY_DATABASE_URL": database_url, "SHOAL_REGISTRY_REDIS_URL": redis_url}
         self._database_url = database_url
-        self._options = ("--lease-ttl-s", str(lease_ttl_s), *options)
+        self._options = ("--lease-ttl-s", str(lease_ttl_s), "--no-verify-reachability", *options)
         self._ports = {"registry": free_port(), "router": free_port()}
         self.addresses = {name: f"127.0.0.1:{port}" for name, port in self._ports.items()}
         self._router_told = router_by(self.addresses["router"])

@@ -30,10 +30,12 @@ class FakeModel:
         self.gate = threading.Event()
         self.gate.set()
         self.passes: list[int] = []
+        self.tokens: list[int] = []
 
     def forward(self, hidden: torch.Tensor, batch: PackedBatch, span: Span) -> torch.Tensor:
         assert self.gate.wait(10)
         self.passes.append(len(batch.segments))
+        self.tokens.append(hidden.shape[0])
         if bool((hidden[:, 0] == POISON).any()):
             raise RuntimeError("a defect in the model")
         return hidden + len(span)

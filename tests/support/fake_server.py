@@ -118,17 +118,12 @@ class FakeBlockServer(BlockServerServiceServicer):
 
     async def start(self) -> Server:
         """Listen, and return what a snapshot would hold of this server."""
-        key = IdentityKey.generate()
-        certificate = make_certificate(key.server_id)
-        self.server_id = key.server_id
-        self._grpc = grpc.aio.server(options=server_options())
-        add_BlockServerServiceServicer_to_server(self, self._grpc)
-        port = self._grpc.add_secure_port("127.0.0.1:0", server_credentials(certificate))
-        await self._grpc.start()
+        self.server_id = IdentityKey.generate().server_id
+        self._certificate = make_certificate(self.server_id)
         return Server(
-            server_id=key.server_id,
-            address=f"127.0.0.1:{port}",
-            certificate=certificate.der,
+            server_id=self.server_id,
+            address=await self.listen(),
+            certificate=self._certificate.der,
             model=model_key(self.checkpoint, "fp32"),
             num_blocks=self.checkpoint.family.num_blocks,
             span=self.span,
@@ -137,8 +132,16 @@ class FakeBlockServer(BlockServerServiceServicer):
             capacity=Capacity(1 << 20, 4096, 64, 512),
             speed=Speed(0.001, 0.0001, 0.001),
             load=Load(1 << 20),
-            record=Signed(b"", key.server_id, b""),
+            record=Signed(b"", self.server_id, b""),
         )
+
+    async def listen(self) -> str:
+        """Listen as the same server, also after `stop`, at a port that is free; return the address."""
+        self._grpc = grpc.aio.server(options=server_options())
+        add_BlockServerServiceServicer_to_server(self, self._grpc)
+        port = self._grpc.add_secure_port("127.0.0.1:0", server_credentials(self._certificate))
+        await self._grpc.start()
+        return f"127.0.0.1:{port}"
 
     async def stop(self) -> None:
         """Stop at once."""
@@ -249,13 +252,8 @@ class _Member:
 class _Carrying(SwarmConnection):
     """A connection that never lets servers push: scripted ones cannot."""
 
-    @property
-    def config(self) -> SequenceManagerConfig:
-        return self._config
-
-    @config.setter
-    def config(self, config: SequenceManagerConfig) -> None:
-        self._config = replace(config, push=False)
+    def reachable(self, server: Server, following: Server) -> bool:
+        return False
 
 
 class FakeSwarm:
@@ -276,6 +274,15 @@ class FakeSwarm:
         routes = SnapshotRoutes(SwarmSnapshot.of(self.records))
         member: Any = _Member()
         return _Carrying(LoopThread("fake-client"), model, routes, member, config)
+
+    def move(self, index: int) -> None:
+        """Restart a server at another port, as clients learn from the swarm."""
+        server, record = self.servers[index], self.records[index]
+        self._loop.run(server.stop())
+        address = self._loop.run(server.listen())
+        assert address != record.address
+        self.records[index] = replace(record, address=address)
+        self.connection._routes = SnapshotRoutes(SwarmSnapshot.of(self.records))
 
     @property
     def frames(self) -> list[str]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
 import pytest
 import torch
 
 from services.block_server.placement import choose_span
 from shoal.swarm.spans import Span
-from shoal.wire.errors import CacheFull, QueueFull, SessionLost, Unavailable
+from shoal.wire.errors import CacheFull, QueueFull, SessionLost, TimedOut, Unavailable
 from tests.support.fake_engine import PAGES, POISON, SPAN, rows, running, settled
+
+CHAIN = (b"1" * 32, b"2" * 32)
 
 
 async def test_free_cache_is_told_exactly() -> None:
@@ -123,7 +126,14 @@ async def test_any_mix_of_steps_cancels_and_closes_frees_everything(seed: int) -
         async def live(number: int) -> None:
             try:
                 async with asyncio.timeout(chance.uniform(0.0, 0.02)):
-                    session, _, _ = await engine.open(SPAN if number % 2 else Span(1, 2), chance.randint(1, 3), 40)
+                    count = chance.randint(1, 3)
+                    session, _, _ = await engine.open(
+                        SPAN if number % 2 else Span(1, 2),
+                        count,
+                        40,
+                        wait_s=chance.choice([0.0, 0.01]),
+                        prefixes=chance.choice([(), [CHAIN] * count]),
+                    )
             except (CacheFull, TimeoutError):
                 return
             try:
@@ -131,11 +141,20 @@ async def test_any_mix_of_steps_cancels_and_closes_frees_everything(seed: int) -
                     lengths = [chance.randint(0, 8) for _ in range(session.rows)]
                     lengths[0] += 1
                     value = POISON if chance.random() < 0.1 else 1.0
+                    sources = [chance.randrange(session.rows) for _ in lengths] if chance.random() < 0.5 else ()
+                    work = engine.begin(
+                        session,
+                        lengths,
+                        rows(sum(lengths), value),
+                        row_sources=sources,
+                        row_positions=[0] * session.rows if chance.random() < 0.3 else None,
+                        deadline_s=time.monotonic() + chance.uniform(0.0005, 0.05),
+                    )
                     async with asyncio.timeout(chance.uniform(0.0005, 0.01)):
-                        await engine.step(session, lengths, rows(sum(lengths), value))
+                        await work.reply
                 if chance.random() < 0.5:
                     await engine.close(session)
-            except (TimeoutError, RuntimeError, SessionLost):
+            except (TimeoutError, RuntimeError, SessionLost, TimedOut):
                 pass
             finally:
                 engine.discard(session)

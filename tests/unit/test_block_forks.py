@@ -81,6 +81,10 @@ async def test_a_fork_that_makes_no_sense_ends_only_its_session(tmp_path: Path) 
             with pytest.raises(ValueError, match="cannot"):
                 await engine.step(session, [1, 1], states[0][:2], **options)
             assert session.cache is None
+        session, _, _ = await engine.open(SPAN, 1, 16)
+        with pytest.raises(ValueError, match="cannot keep"):
+            await engine.roll_back(session, [1])
+        assert session.cache is None
 
 
 def grown(pool: PagePool, rows: int, tokens: int, reserve: int = 64) -> SessionRows:

@@ -47,8 +47,8 @@ def test_spans_take_turns(served: Mapping[Span, int], expected: int) -> None:
     [
         # Nothing is known: a quarter.
         (UNKNOWN_COSTS, 4, 64),
-        # A pass with 4 decode tokens costs 24: 24 more tokens of prompts double it.
-        (FixedCosts(20.0, 1.0), 4, 24),
+        # A pass of decode steps costs 24: 24 tokens of prompts double it.
+        (FixedCosts(24.0, 1.0), 4, 24),
         # A token costs nearly all: the floor.
         (FixedCosts(0.1, 1.0), 4, 8),
         # Tokens cost nearly nothing: all that is left.
@@ -60,6 +60,12 @@ def test_spans_take_turns(served: Mapping[Span, int], expected: int) -> None:
 def test_prompts_beside_decode_steps_at_most_double_a_pass(costs: Costs, decodes: int, prompt: int) -> None:
     steps = [waiting(0, 1000), *(waiting(key) for key in range(1, decodes + 1))]
     assert choose(steps, 256, costs=costs)[-1] == Share(0, prompt)
+
+
+@pytest.mark.parametrize(("expected", "prompt"), [(0, 256), (4, 24)])
+def test_a_pass_is_as_short_for_decode_steps_that_are_about_to_come(expected: int, prompt: int) -> None:
+    costs = FixedCosts(24.0, 1.0)
+    assert choose([waiting(0, 1000)], 256, costs=costs, expected=expected) == [Share(0, prompt)]
 
 
 def test_order_by_bid_and_age_with_a_fifth_for_the_free_class() -> None:
@@ -75,24 +81,31 @@ def test_order_by_bid_and_age_with_a_fifth_for_the_free_class() -> None:
     assert choose(steps[:1], 80, now_s=2.0) == [Share(1, 80)]
 
 
-@pytest.mark.parametrize("pass_s", [0.0, 0.01, 1.0])
-def test_costs_of_passes_are_found(pass_s: float) -> None:
+def test_costs_of_passes_are_found_and_followed() -> None:
     found = PassCosts()
-    assert found.token_s == 0
-    for number in range(200):
-        tokens = 256 if number % 7 == 0 else 1 + number % 3
-        found.observe(tokens, 4, 4 * (pass_s + 0.001 * tokens))
-    for _ in range(2000):
-        found.observe(2, 2, 2 * (pass_s + 0.002))
-    assert found.token_s == pytest.approx(0.001, rel=1e-3)
-    assert found.pass_s == pytest.approx(pass_s, abs=1e-5)
-
-
-def test_costs_follow_a_machine_that_slows_down() -> None:
-    found = PassCosts()
+    found.observe(256, 4, 1.0)
+    assert (found.decode_s, found.token_s) == (0, 0)
     for factor in (1.0, 3.0):
-        for number in range(300):
-            tokens = 64 if number % 4 == 0 else 1
-            found.observe(tokens, 2, factor * 2 * (0.02 + 0.001 * tokens))
+        for number in range(600):
+            prompt = (0, 64, 0, 256)[number % 4]
+            found.observe(prompt, 2, factor * 2 * (0.02 + 0.001 * prompt))
+        assert found.decode_s == pytest.approx(factor * 0.02, rel=0.01)
         assert found.token_s == pytest.approx(factor * 0.001, rel=0.01)
-        assert found.pass_s == pytest.approx(factor * 0.02, rel=0.01)
+
+
+def test_a_dearer_path_for_prompts_does_not_drive_them_down_to_the_floor() -> None:
+    """A pass with any prompt costs 30 ms more, each token 0.5 ms: 40 tokens cost what a decode pass does."""
+    found = PassCosts()
+    decode, prompt = waiting(1), waiting(0, 1000)
+
+    def run(steps: Sequence[Waiting]) -> int:
+        tokens = sum(share.tokens for share in choose(steps, 256, costs=found) if share.key == 0)
+        found.observe(tokens, 1, 0.02 + (0.03 + 0.0005 * tokens if tokens else 0.0))
+        return tokens
+
+    taken = [run([decode]), run([prompt]), run([prompt, decode])]
+    assert taken == [0, 256, 64]
+    for _ in range(100):
+        run([decode])
+        taken.append(run([prompt, decode]))
+    assert set(taken[3:]) <= {39, 40}

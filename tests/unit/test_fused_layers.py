@@ -8,16 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from services.block_server.cache.pool import PagePool
-from services.block_server.cache.rows import SessionRows
-from services.block_server.cache.storage import KvStorage
-from services.block_server.engine.batch import PackedBatch, Segment
 from services.block_server.loading import build_engine, describe_server, open_checkpoint
 from services.block_server.settings import BlockServerSettings
 from services.block_server.weights.fused import FusedBlock
-from services.block_server.weights.span_model import SpanModel, load_span
+from services.block_server.weights.span_model import load_span
 from shoal.models.checkpoint import Checkpoint, span_names
 from shoal.swarm.spans import Span
+from tests.support.engines import Rows
 from tests.support.references import deviation, states_between_blocks
 from tests.support.tiny_models import load_reference, make_tiny
 
@@ -32,31 +29,6 @@ SHAPES: list[dict[str, Any]] = [
 ]
 # Prompts of three rows, one longer than a page; then single tokens, a pause, and a prompt beside decodes.
 PASSES = ([3, 40, 1], [1, 1, 1], [1, 0, 1], [1, 5, 1], [2, 1, 0])
-
-
-class Rows:
-    """Three rows in a cache, and passes of a span's model over them."""
-
-    def __init__(self, model: SpanModel, span: Span, dtype: torch.dtype) -> None:
-        family = model.family
-        self._model, self._span = model, span
-        pool = PagePool(24, len(span))
-        self._storage = KvStorage(len(span), 24, family.kv_heads, family.head_dim, dtype=dtype, device=CPU)
-        self._session = SessionRows(pool, 3, 128)
-
-    def run(self, lengths: list[int], hidden: torch.Tensor) -> torch.Tensor:
-        """Run one pass with that many new tokens of each row."""
-        segments, start = [], 0
-        for index, length in enumerate(lengths):
-            if length:
-                self._session.grow(index, length)
-                row = self._session.rows[index]
-                segments.append(Segment(row, start, start + length, row.length))
-                start += length
-        output = self._model.forward(hidden, PackedBatch(segments, self._storage, self._span.start), self._span)
-        for segment in segments:
-            segment.row.length = segment.total
-        return output
 
 
 @pytest.mark.parametrize("options", SHAPES)

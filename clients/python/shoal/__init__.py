@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,6 +12,10 @@ if TYPE_CHECKING:
     from shoal.client.session import InferenceSession
 
 __all__ = ["AutoDistributedModelForCausalLM", "InferenceSession", "SequenceManagerConfig"]
+
+# What gRPC does at a fork() does not fit its asyncio side: a child would abort by itself, even one that only computes.
+# gRPC reads this when it is first imported; whoever set it keeps that choice.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 _HOMES = {
     "AutoDistributedModelForCausalLM": "shoal.client.auto",

@@ -30,8 +30,10 @@ from shoal.swarm.spans import Span
 from shoal.wire.errors import SessionLost, ShoalError, TimedOut
 
 _DELAY_SMOOTHING = 0.1
+# A session that decodes is expected back within this time: its client, and servers in between, take a part of it.
+_BETWEEN_STEPS_S = 1.0
 
-Policy = Callable[[Sequence[Waiting], int, float, Costs, Mapping[Span, int]], list[Share]]
+Policy = Callable[[Sequence[Waiting], int, float, Costs, Mapping[Span, int], int], list[Share]]
 Settled = list[tuple[asyncio.Future[Any], Any]]
 
 
@@ -109,8 +111,8 @@ class EngineCore:
             case Work() | Rollback() if message.session.cache is None:
                 self._settle(message.reply, SessionLost("the session has ended on this server; open a new one"))
             case Rollback(session, row_positions, reply):
-                _move(session, (), row_positions)
-                self._settle(reply, None)
+                if self._moved(session, (), row_positions, reply):
+                    self._settle(reply, None)
             case Work(session):
                 self._enqueue(message, session)
 
@@ -123,7 +125,8 @@ class EngineCore:
             self._admit(now_s)
         if self._waiting:
             waiting = [work.waiting for work in self._waiting.values()]
-            shares = self._policy(waiting, self._max_step_tokens, now_s, self._costs, self._served)
+            expected = 0 if all(step.decode for step in waiting) else self._expected_tokens()
+            shares = self._policy(waiting, self._max_step_tokens, now_s, self._costs, self._served, expected)
             taken = _lay_out(self._waiting, shares)
             try:
                 self._pass(taken)
@@ -158,6 +161,12 @@ class EngineCore:
         for request, error in decided.refused:
             self._settle(request.reply, error)
 
+    def _expected_tokens(self) -> int:
+        """Return how many decode tokens may come at any moment, of sessions that are between two steps."""
+        since_s = time.perf_counter() - _BETWEEN_STEPS_S
+        busy = {work.session for work in self._waiting.values()}
+        return sum(session.rows for session in self._sessions if session.decoded_s > since_s and session not in busy)
+
     def _drop_late(self, now_s: float) -> None:
         for work in [work for work in self._waiting.values() if work.deadline_s <= now_s]:
             self._release(work.session, TimedOut("the step was not done before its deadline"))
@@ -173,13 +182,26 @@ class EngineCore:
         for key in [key for key, work in self._waiting.items() if work.session is session]:
             self._settle(self._waiting.pop(key).reply, error)
 
-    def _enqueue(self, work: Work, session: EngineSession) -> None:
+    def _moved(
+        self,
+        session: EngineSession,
+        row_sources: Sequence[int],
+        row_positions: Sequence[int] | None,
+        reply: asyncio.Future[Any],
+    ) -> bool:
+        """Fork and cut rows of a session; one that asks for what cannot be is over."""
         try:
-            if work.row_sources or work.row_positions is not None:
-                _move(session, work.row_sources, work.row_positions)
+            _move(session, row_sources, row_positions)
         except ValueError as error:
             self._release(session, error)
-            self._settle(work.reply, error)
+            self._settle(reply, error)
+            return False
+        return True
+
+    def _enqueue(self, work: Work, session: EngineSession) -> None:
+        if (work.row_sources or work.row_positions is not None) and not self._moved(
+            session, work.row_sources, work.row_positions, work.reply
+        ):
             return
         self._first_deadline_s = min(self._first_deadline_s, work.deadline_s)
         self._sequence += 1
@@ -203,7 +225,8 @@ class EngineCore:
             segment.row.length = segment.total
         spent_s = time.perf_counter() - started_s
         self.executed_row_blocks += hidden.shape[0] * len(span)
-        self._costs.observe(hidden.shape[0], len(span), spent_s)
+        prompt_tokens = sum(0 if share.work.waiting.decode else share.end - share.start for share in taken)
+        self._costs.observe(prompt_tokens, len(span), spent_s)
         self._sequence += 1
         self._served[span] = self._sequence
         for share in taken:
@@ -234,6 +257,8 @@ class EngineCore:
             work.waiting = work.waiting._replace(tokens=work.tokens - work.done)
             return
         del self._waiting[work.arrival]
+        if work.waiting.decode:
+            session.decoded_s = started_s
         outcome = StepOutcome(
             hidden=work.parts[0] if len(work.parts) == 1 else torch.cat(work.parts),
             row_positions=tuple(row.length for row in cache.rows),

@@ -46,19 +46,19 @@ class Costs(Protocol):
     """What a pass costs on one block."""
 
     @property
-    def pass_s(self) -> float:
-        """Seconds of a pass, however small it is."""
+    def decode_s(self) -> float:
+        """Seconds of a pass with decode steps alone."""
 
     @property
     def token_s(self) -> float:
-        """Seconds of each token; 0 if not known."""
+        """Seconds that each token of a prompt adds; 0 if not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class FixedCosts:
     """Costs that somebody has measured."""
 
-    pass_s: float = 0.0
+    decode_s: float = 0.0
     token_s: float = 0.0
 
 
@@ -79,14 +79,17 @@ def choose(
     now_s: float = 0.0,
     costs: Costs = UNKNOWN_COSTS,
     served: Mapping[Span, int] = _NEVER,
+    expected: int = 0,
 ) -> list[Share]:
     """Fill one pass with at most `max_tokens` tokens, 16 or more.
 
     All shares use the same blocks; spans take turns: `served` has the number of the last pass of each. Decode
-    steps go first; prompts take what is left, but beside decode steps only so much that the pass takes no more than
-    twice as long as without them, at least 8 tokens, and a quarter of the pass while the costs are not known.
+    steps go first; prompts take what is left, but beside decode steps only so many tokens as cost no more than a
+    decode pass, so that a pass takes about twice as long at most; at least 8 tokens, and a quarter of the pass while
+    the costs are not known. `expected` decode tokens may come at any moment: they would wait for the end of the
+    pass, so it is kept as short.
     """
-    if len(waiting) <= 1:
+    if not waiting or (len(waiting) == 1 and waiting[0].decode):
         return [Share(step.key, min(step.tokens, max_tokens)) for step in waiting]
     span = min(waiting, key=lambda step: (served.get(step.span, 0), step.arrival)).span
     members = [step for step in waiting if step.span == span]
@@ -98,16 +101,17 @@ def choose(
     shares = _fill(decodes, max_tokens - floor, now_s)
     taken = sum(share.tokens for share in shares)
     room = max_tokens - taken
-    if taken:
-        room = max(min(room, _beside(taken, max_tokens, costs)), floor)
+    if taken or expected:
+        room = max(min(room, _beside_decodes(max_tokens, costs)), floor)
     return shares + _fill(prompts, room, now_s)
 
 
-def _beside(decode_tokens: int, max_tokens: int, costs: Costs) -> int:
-    """Return how many tokens of prompts a pass over so many decode tokens may take."""
-    if costs.token_s <= 0:
+def _beside_decodes(max_tokens: int, costs: Costs) -> int:
+    """Return how many tokens of prompts a pass may take beside decode steps."""
+    token_s = costs.token_s
+    if token_s <= 0:
         return max_tokens // 4
-    return int((_SLOWER - 1) * (costs.pass_s / costs.token_s + decode_tokens))
+    return int(min((_SLOWER - 1) * costs.decode_s / token_s, max_tokens))
 
 
 def _fill(steps: Sequence[Waiting], room: int, now_s: float) -> list[Share]:

@@ -26,8 +26,8 @@ class EngineSession:
     """A session's place in the engine.
 
     `cache` and `prefixes` belong to the engine thread: None before admission and after the end; `prefixes` also when
-    there is nothing more to enter into the index. `closing` is the mailbox's, set
-    under its lock.
+    there is nothing more to enter into the index. So does `decoded_s`, when it last decoded (time.perf_counter).
+    `closing` is the mailbox's, set under its lock.
     """
 
     span: Span
@@ -39,6 +39,7 @@ class EngineSession:
     cache: SessionRows | None = None
     prefixes: SessionPrefixes | None = None
     closing: bool = False
+    decoded_s: float = -math.inf
 
     @property
     def pages(self) -> int:

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 
 from services.block_server.engine.batch import PackedBatch
+from services.block_server.weights.compiled import Compile
+from services.block_server.weights.fused import FusedLayers
 from services.block_server.weights.layers import Layers, layers_of
 from shoal.models.checkpoint import Checkpoint, load_class, span_names
 from shoal.models.families import Family
 from shoal.swarm.spans import Span
 from shoal.wire.errors import Corrupted, SpanMismatch
+from shoal.wire.logs import get_logger
 
 
 class SpanModel:
@@ -35,9 +38,17 @@ class SpanModel:
 
 
 def load_span(
-    checkpoint: Checkpoint, span: Span, dtype: torch.dtype, device: torch.device, *, fused: bool = True
+    checkpoint: Checkpoint,
+    span: Span,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    fused: bool = True,
+    how: Compile = "off",
 ) -> SpanModel:
     """Load the blocks of a span; with `fused`, as fused layers where the family's shape allows.
+
+    `how` says whether fused layers are compiled; where that is not possible they are not, and the log says why.
 
     Raises:
         SpanMismatch: if the model has not that many blocks.
@@ -51,6 +62,11 @@ def load_span(
     checkpoint.files_of(span_names(family, span))
     layers = layers_of(family, device, fused=fused)
     blocks = [_load_block(checkpoint, layers, block, dtype, device) for block in span.blocks()]
+    if how != "off":
+        if isinstance(layers, FusedLayers):
+            layers.compile(blocks, how)
+        else:
+            get_logger("services.block_server").warning("compile.unavailable", reason="only fused layers are compiled")
     return SpanModel(family, span, layers, blocks, dtype)
 
 

@@ -161,7 +161,11 @@ def test_cg02_every_option_of_generation_config_is_decided() -> None:
 
     inert = {"transformers_version", "_from_model_config", "decoder_start_token_id"}
     tested_elsewhere = {"max_new_tokens", "output_scores", "output_logits", "return_dict_in_generate", "stop_strings"}
-    only_with_refused = {
+    beams_and_drafts = {
+        "num_beams",
+        "length_penalty",
+        "early_stopping",
+        "prompt_lookup_num_tokens",
         "num_assistant_tokens",
         "num_assistant_tokens_schedule",
         "assistant_confidence_threshold",
@@ -170,7 +174,7 @@ def test_cg02_every_option_of_generation_config_is_decided() -> None:
         "target_lookbehind",
         "assistant_ensemble_weight",
     }
-    decided = inert | tested_elsewhere | only_with_refused | set(HONOURED) | set(UNSUPPORTED_OPTIONS)
+    decided = inert | tested_elsewhere | beams_and_drafts | set(HONOURED) | set(UNSUPPORTED_OPTIONS)
     assert set(vars(GenerationConfig())) - decided == set()
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from shoal.client.config import SequenceManagerConfig
+from shoal.wire.errors import QuotaExceeded
 from tests.support.failing import greedy
 from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.rig_swarm import RigSwarm
@@ -249,3 +250,24 @@ def test_kv01_sessions_that_end_anyhow_leave_nothing(swarm: RigSwarm) -> None:
             session.close()
     swarm.wait_free()
     assert greedy(swarm.model, 6) == greedy(swarm.reference, 6)
+
+
+def test_a_session_waits_for_cache_when_it_may(folder: Path) -> None:
+    options = {"cache_tokens": 64}
+    with RigSwarm(folder, "0:6", config=replace(CONFIG, cache_wait_s=20.0), options=options) as swarm:
+        first = swarm.model.inference_session(max_tokens=64)
+        threading.Timer(0.3, first.close).start()
+        assert greedy(swarm.model, 12) == greedy(swarm.reference, 12)
+        swarm.wait_free()
+
+
+def test_an_account_has_its_share_of_the_cache_and_no_more(folder: Path) -> None:
+    options = {"cache_tokens": 128, "account_share": 0.5}
+    config = replace(CONFIG, open_timeout_s=0.0)
+    with RigSwarm(folder, "0:6", config=config, options=options) as swarm:
+        first = swarm.model.inference_session(max_tokens=64)
+        with pytest.raises(QuotaExceeded):
+            swarm.model.inference_session(max_tokens=16)
+        first.close()
+        assert greedy(swarm.model, 12) == greedy(swarm.reference, 12)
+        swarm.wait_free()

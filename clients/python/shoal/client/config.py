@@ -28,6 +28,7 @@ class SequenceManagerConfig:
         ban_timeout_s: how long a server that failed is left alone the first time; doubles with each failure in a row.
         session_tokens: cache that a session reserves per row when nothing says how long it will be.
         journal_bytes: memory for each hop's journal; what is beyond goes to a temporary file.
+        cache_wait_s: how long a server may let a session wait for cache; 0 tries another server at once.
         push: whether servers hand their outputs straight to the next one; else the client carries them.
         prefill_chunk_tokens: a longer step goes through the servers in parts of so many tokens, so that one works on
             the next part while another has the last; 0 sends it whole.
@@ -48,6 +49,7 @@ class SequenceManagerConfig:
     ban_timeout_s: float = 5.0
     session_tokens: int = 2048
     journal_bytes: int = 256 * 1024 * 1024
+    cache_wait_s: float = 0.0
     push: bool = True
     prefill_chunk_tokens: int = 128
     share_prefixes: bool = True
@@ -57,8 +59,8 @@ class SequenceManagerConfig:
         for name in ("connect_timeout_s", "step_timeout_s", "min_backoff_s", "ban_timeout_s", "session_tokens"):
             if getattr(self, name) <= 0:
                 raise InvalidRequest(f"{name} must be greater than zero, got {getattr(self, name)}")
-        names = ("open_timeout_s", "recovery_timeout_s", "journal_bytes", "max_retries", "prefill_chunk_tokens")
-        for name in names:
+        limits = ("open_timeout_s", "recovery_timeout_s", "cache_wait_s", "max_retries")
+        for name in (*limits, "journal_bytes", "prefill_chunk_tokens"):
             if (getattr(self, name) or 0) < 0:
                 raise InvalidRequest(f"{name} must not be negative, got {getattr(self, name)}")
         if self.codec not in CODECS:

@@ -37,6 +37,7 @@ from shoal.swarm.spans import Span
 from shoal.v1 import block_server_pb2 as pb
 from shoal.v1.block_server_pb2_grpc import BlockServerServiceStub
 from shoal.wire.channels import open_channel
+from shoal.wire.clock import to_duration
 from shoal.wire.errors import (
     InvalidRequest,
     NoRoute,
@@ -243,7 +244,6 @@ class SwarmConnection:
         timeouts = (self.config.connect_timeout_s, self.config.step_timeout_s)
         servers = [hop.server for hop in route.hops]
         links = plan_links(servers, self.reachable if push else lambda *_: False)
-        codec = CODECS[self.config.codec]
         streams = []
         for hop, link in zip(route.hops, links, strict=True):
             server = hop.server
@@ -255,9 +255,10 @@ class SwarmConnection:
                 span=span_to_proto(hop.span),
                 block_hashes=[server.block_hash(block) for block in hop.span.blocks()],
                 activation_dtype=dtype_to_wire(self.dtype),
-                codec=codec,
+                codec=CODECS[self.config.codec],
                 rows=rows,
                 max_tokens=max_tokens,
+                cache_wait=to_duration(self.config.cache_wait_s),
                 push_key=link.push_key,
                 next_hop=link.next_hop,
             )
@@ -310,6 +311,10 @@ class SwarmConnection:
         for key in [key for key in self._channels if key[0] == server_id]:
             self._retired.append(asyncio.ensure_future(self._channels.pop(key).close(_RETIRE_GRACE_S)))
         self._retired = [closing for closing in self._retired if not closing.done()]
+
+    def check_process(self) -> None:
+        """Raise Unsupported in a child that was forked after the connection was made."""
+        self._loop.check_process()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a call on the connection's thread and return its result."""

@@ -114,9 +114,10 @@ class RemoteGenerationMixin:
         Without ids the session goes on where it was, and only the new ids are returned.
 
         Raises:
-            Unsupported: for an option that cannot be honoured, by name, before any call.
+            Unsupported: for an option that cannot be honoured, by name, before any call; or after a fork().
             TooLong: if prompt and new tokens are more than the model or the session takes.
         """
+        self.connection.check_process()
         self._refuse(generation_config, kwargs)
         turn = Turn(self.connection, session if session is not None else active_session(self.connection))
         inputs = turn.begin(inputs, kwargs)

@@ -48,6 +48,8 @@ async def link_legs(
     """Link all legs, which have streams and nothing under way, from step `step` on; `lose` those that fail."""
     streams = [leg.stream for leg in legs if leg.stream is not None]
     links = plan_links([stream.hop.server for stream in streams], reachable)
+    if not any(link.next_hop for link in links):
+        return
 
     async def tell(leg: Leg, link: Link) -> None:
         assert leg.stream is not None

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,9 @@ from shoal.wire.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal.client.connection import SwarmConnection
+
+
+_PARTS_ON_THEIR_WAY = 4
 
 
 class Pipeline:
@@ -176,6 +180,8 @@ class Pipeline:
             self.parts.append(part)
         self.next = parts[-1].index + 1
         for part, activations in zip(parts, given, strict=True):
+            # Few at a time: what is on its way holds up other sessions on the same connection.
+            await self._until(partial(self._has_room, part))
             if self.troubled():
                 return
             await self._feed(0, part, activations)
@@ -209,6 +215,9 @@ class Pipeline:
         while self.parts and all(leg.done > self.parts[0].index for leg in self.legs):
             self.parts.popleft()
         self._changed.set()
+
+    def _has_room(self, part: Part) -> bool:
+        return part.index < self.legs[0].done + _PARTS_ON_THEIR_WAY
 
     def _complete(self, wanted: range) -> bool:
         return all(index in self._outputs for index in wanted)

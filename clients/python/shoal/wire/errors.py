@@ -17,7 +17,7 @@ ShoalError
 ├── Exhausted               RESOURCE_EXHAUSTED   later or another hop; no ban
 │   ├── CacheFull, QueueFull, QuotaExceeded
 ├── Unavailable             UNAVAILABLE          another hop
-│   ├── ServerUnreachable, ServerDraining, NoRoute
+│   ├── ServerUnreachable, NotReachable, ServerDraining, NoRoute
 ├── TimedOut                DEADLINE_EXCEEDED    if idempotent and time remains
 ├── Corrupted               DATA_LOSS            another hop; report the server
 └── InternalError           INTERNAL             nobody; the text is in the server's log under the incident id
@@ -159,6 +159,10 @@ class Unavailable(ShoalError):
 
 class ServerUnreachable(Unavailable):
     """The connection to a server failed or broke."""
+
+
+class NotReachable(Unavailable):
+    """Others cannot reach the server at the address that it announces."""
 
 
 class ServerDraining(Unavailable):
