@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import grpc.aio
@@ -53,21 +53,31 @@ class EchoClient:
 
 
 @contextmanager
-def echo_client(scratch: Path) -> Iterator[EchoClient]:
-    """Start an echo server and give a client of it; both end with the context.
+def echo_server(scratch: Path) -> Iterator[tuple[str, bytes]]:
+    """Run an echo server; yield its address and its certificate (DER).
 
     Raises:
         BenchmarkError: if the server does not start.
     """
     ready_file, certificate_file = scratch / "echo-ready.json", scratch / "echo-certificate.der"
     command = [sys.executable, "-m", "benchmarks.echo_server", str(ready_file), str(certificate_file)]
-    with ExitStack() as stack:
-        child = LeashedChild("echo server", command, log=scratch / "echo.log", grace_s=5.0)
-        stack.callback(child.stop)
+    child = LeashedChild("echo server", command, log=scratch / "echo.log", grace_s=5.0)
+    try:
         wait_until(lambda: read_ready(ready_file) is not None, child, _START_TIMEOUT_S)
         ready = read_ready(ready_file)
         if ready is None:
             raise BenchmarkError("the echo server ended as soon as it was ready")
-        client = EchoClient(ready.address, certificate_file.read_bytes())
-        stack.callback(client.close)
+        yield ready.address, certificate_file.read_bytes()
+    finally:
+        child.stop()
+
+
+@contextmanager
+def echo_client(scratch: Path) -> Iterator[EchoClient]:
+    """Start an echo server and give a client of it; both end with the context.
+
+    Raises:
+        BenchmarkError: if the server does not start.
+    """
+    with echo_server(scratch) as (address, certificate_der), closing(EchoClient(address, certificate_der)) as client:
         yield client

@@ -1,7 +1,8 @@
 """A TCP relay in a process of its own that delays what passes: each piece leaves `delay_s` after it came.
 
 Pieces keep their order, and any number of them are in flight, so that a delay does not limit what passes in a second;
-a rate does, if one is given. The delay can be changed while connections are open. Meant for loopback: the relay
+a rate does, if one is given: then all connections share it, direction by direction, and whoever sends more than it
+takes has to wait. The delay can be changed while connections are open. Meant for loopback: the relay
 trusts whoever connects.
 """
 
@@ -20,19 +21,38 @@ from benchmarks.bench import BenchmarkError
 _PIECE = 256 * 1024
 # What a relay holds of one direction: enough for 100 ms at 1 GB/s.
 _IN_FLIGHT_BYTES = 128 * 1024 * 1024
+# With a rate, small pieces let connections take turns, and no more is taken than is on the wire so soon.
+_RATED_PIECE = 16 * 1024
+_QUEUE_S = 0.02
+
+
+class _Wire:
+    """One direction of a link that carries `bytes_per_s`, whoever sends; 0 is no limit."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_s = 0.0
+        self.piece = _RATED_PIECE if bytes_per_s else _PIECE
+
+    def leaves_s(self, now_s: float, length: int) -> float:
+        """Return when so many bytes that come now have left, after the ones before them."""
+        if not self._bytes_per_s:
+            return now_s
+        self._free_s = max(self._free_s, now_s) + length / self._bytes_per_s
+        return self._free_s
 
 
 class _Relay:
     """Relays connections to `target` (HOST:PORT) with a one-way delay in seconds, both ways.
 
-    `bytes_per_s` is the most that one direction of a connection takes; 0 is no limit.
+    `bytes_per_s` is the most that all connections together send in one direction; 0 is no limit.
     """
 
     def __init__(self, target: str, delay_s: float, bytes_per_s: float = 0.0) -> None:
         host, _, port = target.rpartition(":")
         self._target = (host, int(port))
         self.delay_s = delay_s
-        self._bytes_per_s = bytes_per_s
+        self._there, self._back = _Wire(bytes_per_s), _Wire(bytes_per_s)
 
     async def serve(self, connections: socket.socket) -> None:
         """Serve a listening socket until cancelled."""
@@ -48,26 +68,29 @@ class _Relay:
                 return
             with contextlib.closing(far_writer), contextlib.suppress(*_BROKEN):
                 async with asyncio.TaskGroup() as group:
-                    group.create_task(self._one_way(reader, far_writer))
-                    group.create_task(self._one_way(far_reader, writer))
+                    group.create_task(self._one_way(reader, far_writer, self._there))
+                    group.create_task(self._one_way(far_reader, writer, self._back))
 
-    async def _one_way(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _one_way(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, wire: _Wire) -> None:
         _no_delay(writer)
-        pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_IN_FLIGHT_BYTES // _PIECE)
+        pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_IN_FLIGHT_BYTES // wire.piece)
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._take(reader, pieces))
+            group.create_task(self._take(reader, pieces, wire))
             group.create_task(_give(pieces, writer))
 
-    async def _take(self, reader: asyncio.StreamReader, pieces: asyncio.Queue[tuple[float, bytes]]) -> None:
+    async def _take(
+        self, reader: asyncio.StreamReader, pieces: asyncio.Queue[tuple[float, bytes]], wire: _Wire
+    ) -> None:
         clock = asyncio.get_running_loop().time
-        free_s = clock()
         while True:
-            data = await reader.read(_PIECE)
-            # A piece is on the wire for as long as its bytes take, after the ones before it.
-            free_s = max(free_s, clock()) + (len(data) / self._bytes_per_s if self._bytes_per_s else 0.0)
-            await pieces.put((free_s + self.delay_s, data))
+            data = await reader.read(wire.piece)
+            leaves_s = wire.leaves_s(clock(), len(data))
+            await pieces.put((leaves_s + self.delay_s, data))
             if not data:
                 return
+            ahead_s = leaves_s - clock() - _QUEUE_S
+            if ahead_s > 0:
+                await asyncio.sleep(ahead_s)
 
 
 _BROKEN = (OSError, ExceptionGroup)

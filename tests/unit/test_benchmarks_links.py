@@ -15,8 +15,8 @@ MEGABYTES = 10
 
 
 @contextmanager
-def server(serve: Callable[[socket.socket], None]) -> Iterator[str]:
-    """Serve one connection on a thread."""
+def server(serve: Callable[[socket.socket], None], connections: int = 1) -> Iterator[str]:
+    """Serve so many connections, each on a thread."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def run() -> None:
@@ -24,11 +24,13 @@ def server(serve: Callable[[socket.socket], None]) -> Iterator[str]:
             with connection:
                 serve(connection)
 
-        thread = threading.Thread(target=run)
-        thread.start()
+        threads = [threading.Thread(target=run) for _ in range(connections)]
+        for thread in threads:
+            thread.start()
         yield f"127.0.0.1:{listening.getsockname()[1]}"
-        thread.join(20)
-        assert not thread.is_alive()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
 
 
 def connect(address: str) -> socket.socket:
@@ -93,6 +95,19 @@ def test_a_rate_limits_what_passes() -> None:
         started_s = time.perf_counter()
         with delay_line(target, 0.0, 1e6) as line, connect(line.address) as client:
             assert read_all(client) == payload
+        assert time.perf_counter() - started_s >= 0.4
+
+
+def test_connections_share_a_rate() -> None:
+    payload = bytes(250_000)
+
+    def serve(connection: socket.socket) -> None:
+        connection.sendall(payload)
+
+    with server(serve, connections=2) as target, delay_line(target, 0.0, 1e6) as line:
+        started_s = time.perf_counter()
+        with connect(line.address) as first, connect(line.address) as second:
+            assert [read_all(first), read_all(second)] == [payload, payload]
         assert time.perf_counter() - started_s >= 0.4
 
 

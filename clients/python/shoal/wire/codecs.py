@@ -3,18 +3,18 @@
 FLOAT16 and BFLOAT16 are the elements in row-major order in that format, little-endian.
 
 INT8_BLOCK64 takes the tensor as rows of its last dimension, `width` elements each, in blocks of 64 neighbours of
-which the last may be shorter. With `k` outlier columns, the same ones for all rows:
+which the last may be shorter. An element is its signed byte times the scale of its block; the `k` columns that stick
+out most, the same ones for all rows, have a second, high byte, so that they need not stretch the scale of their
+neighbours. With b blocks in a row and p pages of 256 columns:
 
-    1 byte      layout, always 1
-    1 byte      zero
-    2 bytes     k, little-endian
-    rows * k    outlier values, row-major, exact in the tensor's own element type
-    rows * b    scales of the b blocks, row-major, binary16
-    k * 2 bytes outlier columns, unsigned, ascending
-    rows * w    signed bytes, row-major; zero in outlier columns
+    rows * b    scales, row-major, binary16
+    p bytes     how many of the outlier columns are in each page
+    k bytes     their places within their pages, ascending in each page
+    rows * k    their high bytes, signed, row-major
+    rows * w    signed bytes, row-major
 
-An element is its byte times the scale of its block. At most `most_outliers(width)` columns are kept apart, so the
-length of the bytes alone tells k. A block with NaN or infinity has a scale that is not finite, and comes out as such.
+k follows from the width, and so do the lengths of all parts from the shape. A block with NaN or infinity has a scale
+that is not finite, and comes out as such.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from shoal.wire.errors import BadTensor, Unsupported
 
 BLOCK = 64
 MAX_WIDTH = 1 << 16
-_LAYOUT = 1
-_HEAD_BYTES = 4
+_PAGE = 256
 _HALF_MAX = 65504.0
 # Blocks are scaled to use the whole range. What is added lets a scale that binary16 rounds down, or to zero, still
 # reach the largest element.
 _SCALE_FACTOR = (1 + 2**-10) / 127
 _SCALE_FLOOR = 2**-24
-# A column sticks out if its largest element is so many times the mean of all columns' largest elements.
-_STICKS_OUT = 4.0
-_COLUMNS_PER_OUTLIER = 128
+# The largest number in two signed bytes of which neither is -128, for the columns that have two.
+_TWO_BYTES_MAX = 127 * 256 + 127
+# A second byte and its place cost 2 bytes a row at most: with this many, 0.27 of fp32 is kept for one row, too.
+_COLUMNS_PER_OUTLIER = 48
+_MOST_OUTLIERS = 255
 
 
 def check_codec(codec: int) -> None:
@@ -52,9 +53,9 @@ def check_codec(codec: int) -> None:
         raise Unsupported(f"tensor codec code {codec} is not supported; use CODEC_NONE")
 
 
-def most_outliers(width: int) -> int:
-    """Return how many columns of rows of `width` elements may be kept apart."""
-    return max(1, width // _COLUMNS_PER_OUTLIER)
+def outlier_count(width: int) -> int:
+    """Return how many columns of rows of `width` elements have two bytes."""
+    return min(width // _COLUMNS_PER_OUTLIER, _MOST_OUTLIERS)
 
 
 def check_length(codec: int, dtype: torch.dtype, shape: Sequence[int], total_bytes: int) -> None:
@@ -64,9 +65,9 @@ def check_length(codec: int, dtype: torch.dtype, shape: Sequence[int], total_byt
         BadTensor: if not.
     """
     if codec == common.CODEC_INT8_BLOCK64:
-        _outlier_count(dtype, shape, total_bytes)
-        return
-    size = math.prod(shape) * _element_bytes(codec, dtype)
+        size = sum(_section_sizes(shape))
+    else:
+        size = math.prod(shape) * _element_bytes(codec, dtype)
     if total_bytes != size:
         raise BadTensor(f"tensor of shape {list(shape)} has {size} bytes, the header says {total_bytes}")
 
@@ -124,73 +125,83 @@ def _rows(shape: Sequence[int]) -> tuple[int, int, int]:
     return math.prod(shape[:-1]), width, -(-width // BLOCK)
 
 
-def _outlier_count(dtype: torch.dtype, shape: Sequence[int], total_bytes: int) -> int:
+def _section_sizes(shape: Sequence[int]) -> list[int]:
     rows, width, blocks = _rows(shape)
-    least = _HEAD_BYTES + rows * (2 * blocks + width)
-    each = rows * dtype.itemsize + 2
-    count, rest = divmod(total_bytes - least, each)
-    if rest or not 0 <= count <= min(width, most_outliers(width)):
-        raise BadTensor(
-            f"int8 tensor of shape {list(shape)} has {least} bytes and {each} for each of at most "
-            f"{most_outliers(width)} outlier columns, the header says {total_bytes}"
-        )
-    return count
+    count = outlier_count(width)
+    return [2 * rows * blocks, _pages(width) + count, rows * count, rows * width]
 
 
-class _Sections:
-    """Where the parts of the bytes of an INT8_BLOCK64 tensor are, as views `[rows, ...]` of them."""
-
-    def __init__(self, raw: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], count: int) -> None:
-        rows, width, blocks = _rows(shape)
-        sizes = [_HEAD_BYTES, rows * count * dtype.itemsize, rows * blocks * 2, count * 2, rows * width]
-        head, values, scales, columns, elements = torch.split(raw, sizes)
-        self.head = head
-        self.values = values.view(dtype).view(rows, count)
-        self.scales = scales.view(torch.float16).view(rows, blocks, 1)
-        self.columns = columns.view(torch.int16)
-        self.elements = elements.view(torch.int8).view(rows, width)
+def _pages(width: int) -> int:
+    return -(-width // _PAGE)
 
 
 def _quantized(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a contiguous tensor as INT8_BLOCK64."""
     rows, width, blocks = _rows(tensor.shape)
-    given = tensor.view(rows, width)
-    values = given.float()
+    values = tensor.view(rows, width).float()
     sizes = values.abs()
-    columns = _outliers(sizes)
-    count = len(columns)
-    size = _HEAD_BYTES + rows * (count * tensor.dtype.itemsize + 2 * blocks + width) + 2 * count
-    raw = torch.empty(size, dtype=torch.uint8)
-    sections = _Sections(raw, tensor.dtype, tensor.shape, count)
-    sections.head.view(torch.int32).fill_(_LAYOUT | count << 16)
-    if count:
-        chosen = torch.tensor(columns)
-        sections.values.copy_(given.index_select(1, chosen))
-        sections.columns.copy_(chosen)
-        values = values.index_fill(1, chosen, 0.0)
-        sizes.index_fill_(1, chosen, 0.0)
+    outliers = _outliers(sizes)
+    columns = torch.tensor(outliers, dtype=torch.long)
+    if outliers:
+        # With two bytes a column reaches far, but not without end.
+        sizes.index_copy_(1, columns, sizes.index_select(1, columns).mul_(127 / _TWO_BYTES_MAX))
     short = blocks * BLOCK - width
     if short:
         values, sizes = (torch.nn.functional.pad(part, (0, short)) for part in (values, sizes))
-    blocked = values.view(rows, blocks, BLOCK)
     peaks = sizes.view(rows, blocks, BLOCK).amax(2, keepdim=True)
-    sections.scales.copy_(peaks.mul_(_SCALE_FACTOR).add_(_SCALE_FLOOR))
-    scales = sections.scales.float()
-    if not math.isfinite(scales.max()) and bool(given.isfinite().all()):
-        peak = float(sizes.amax())
-        raise BadTensor(f"values of {peak:g} are beyond what int8 carries; use the codec bf16 or none")
-    quantized = torch.div(blocked, scales).round_().view(rows, blocks * BLOCK)
-    sections.elements.copy_(quantized[:, :width] if short else quantized)
-    return raw
+    sent_scales = peaks.mul_(_SCALE_FACTOR).add_(_SCALE_FLOOR).half()
+    scales = sent_scales.float()
+    if not math.isfinite(scales.max()) and bool(tensor.isfinite().all()):
+        raise BadTensor(f"values of {float(tensor.abs().max()):g} are beyond what int8 carries; use bf16 or none")
+    numbers = torch.div(values.view(rows, blocks, BLOCK), scales).round_()
+    if tensor.dtype == torch.float16:
+        # Rounded up, the largest ones would come out as infinities.
+        most = torch.div(_HALF_MAX, scales).floor_()
+        numbers = torch.minimum(torch.maximum(numbers, -most), most)
+    lows = numbers.view(rows, blocks * BLOCK)
+    parts = [sent_scales, torch.tensor(_to_places(outliers, width), dtype=torch.uint8)]
+    if outliers:
+        chosen = lows.index_select(1, columns)
+        highs = chosen.add(128).mul_(1 / 256).floor_()
+        lows.index_copy_(1, columns, chosen.sub_(highs, alpha=256))
+        parts.append(highs.to(torch.int8))
+    parts.append((lows[:, :width] if short else lows).to(torch.int8))
+    return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
 
 
 def _outliers(sizes: torch.Tensor) -> list[int]:
-    """Return the columns of magnitudes `[rows, width]` that stick out, ascending: at most `most_outliers`."""
+    """Return the columns of magnitudes `[rows, width]` that stick out most, ascending."""
     rows, width = sizes.shape
+    count = outlier_count(width)
+    if not count:
+        return []
     peaks = sizes[0] if rows == 1 else sizes.amax(0)
-    top, columns = peaks.topk(min(width, most_outliers(width)), sorted=False)
-    least = _STICKS_OUT * float(peaks.mean())
-    return sorted(column for column, peak in zip(columns.tolist(), top.tolist(), strict=True) if peak > least)
+    chosen: list[int] = peaks.topk(count, sorted=False).indices.tolist()
+    return sorted(chosen)
+
+
+def _to_places(columns: Sequence[int], width: int) -> list[int]:
+    """Return how many columns are in each page, and then where in their pages they are."""
+    in_pages = [0] * _pages(width)
+    for column in columns:
+        in_pages[column // _PAGE] += 1
+    return in_pages + [column % _PAGE for column in columns]
+
+
+def _from_places(places: Sequence[int], width: int) -> list[int]:
+    """Return the columns of `_to_places`.
+
+    Raises:
+        BadTensor: if they are not as many as they should be, ascending and within the width.
+    """
+    in_pages, rest = places[: _pages(width)], places[_pages(width) :]
+    if sum(in_pages) != len(rest):
+        raise BadTensor(f"int8 tensor has {len(rest)} outlier columns, and {sum(in_pages)} in its pages")
+    starts = [page * _PAGE for page, count in enumerate(in_pages) for _ in range(count)]
+    columns = [start + place for start, place in zip(starts, rest, strict=True)]
+    if columns and (columns[-1] >= width or any(after <= before for before, after in pairwise(columns))):
+        raise BadTensor(f"int8 tensor's outlier columns {columns[:8]} must ascend within {width} columns")
+    return columns
 
 
 def _restored(buffer: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
@@ -199,21 +210,16 @@ def _restored(buffer: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> to
     Raises:
         BadTensor: if they contradict themselves.
     """
-    count = _outlier_count(dtype, shape, len(buffer))
-    head = bytes(buffer[:_HEAD_BYTES])
-    if head != bytes((_LAYOUT, 0, count & 0xFF, count >> 8)):
-        raise BadTensor(f"int8 tensor starts with {head.hex()}, not with layout 1 and {count} outlier columns")
     rows, width, blocks = _rows(shape)
-    sections = _Sections(torch.frombuffer(buffer, dtype=torch.uint8), dtype, shape, count)
-    columns = [column & 0xFFFF for column in sections.columns.tolist()]
-    if columns and (columns[-1] >= width or any(after <= before for before, after in pairwise(columns))):
-        raise BadTensor(f"int8 tensor's outlier columns {columns[:8]} must ascend within {width} columns")
-    elements = sections.elements.float()
+    raw = torch.frombuffer(buffer, dtype=torch.uint8)
+    scales, places, highs, lows = torch.split(raw, _section_sizes(shape))
+    factors = scales.view(torch.float16).view(rows, blocks, 1)
+    columns = _from_places(places.tolist(), width)
+    numbers = lows.view(torch.int8).view(rows, width).float()
+    if columns:
+        numbers.index_add_(1, torch.tensor(columns), highs.view(torch.int8).view(rows, -1).float(), alpha=256)
     if blocks * BLOCK == width:
-        elements.view(rows, blocks, BLOCK).mul_(sections.scales)
+        numbers.view(rows, blocks, BLOCK).mul_(factors)
     else:
-        elements.mul_(sections.scales.view(rows, blocks).repeat_interleave(BLOCK, dim=1)[:, :width])
-    found = elements.to(dtype)
-    if count:
-        found.index_copy_(1, torch.tensor(columns), sections.values)
-    return found.view(tuple(shape))
+        numbers.mul_(factors.view(rows, blocks).repeat_interleave(BLOCK, dim=1)[:, :width])
+    return numbers.to(dtype).view(tuple(shape))
