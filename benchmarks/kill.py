@@ -205,7 +205,7 @@ def _one(model: Any, fleet: Fleet, prompt: torch.Tensor, wanted: Sequence[int], 
         trigger = _Trigger(kill, partial(fleet.kill, victim.server_id))
         try:
             ids = model.generate(prompt, session=session, streamer=trigger, **_options(prompt))[0].tolist()
-        except Exception as error:
+        except Exception as error:  # whatever ends a generation is the finding of this run
             raise BenchmarkError(f"the generation ended with {type(error).__name__}: {error}") from error
         _check(session, fleet, model, before, victim.server_id)
         recovery = session.recoveries[0]

@@ -59,12 +59,14 @@ class StepPlan:
     """A step that may run.
 
     First rows go on from `row_sources`, if any are named; then they forget all but `kept` tokens, if that is given;
-    then they take `row_lengths` more and hold `row_positions`.
+    then they take `row_lengths` more and hold `row_positions`. `truncate` is what the next hop is told: it may have to
+    forget where this one has nothing to forget.
     """
 
     step: int
     row_sources: tuple[int, ...]
     kept: tuple[int, ...] | None
+    truncate: bool
     row_lengths: tuple[int, ...]
     row_positions: tuple[int, ...]
     wants_digest: bool
@@ -171,6 +173,7 @@ def check_order(request: pb.StepRequest, positions: Sequence[int], number: int, 
         step=number,
         row_sources=sources,
         kept=tuple(before) if before != held else None,
+        truncate=request.truncate,
         row_lengths=lengths,
         row_positions=tuple(start + new for start, new in zip(before, lengths, strict=True)),
         wants_digest=bool(request.input_digest),

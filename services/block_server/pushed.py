@@ -108,7 +108,7 @@ async def serve_push(facts: Facts, door: PushDoor, frames: AsyncIterator[pb.Push
         return await _next(frames, facts.idle_timeout_s)
 
     received = 0
-    while (frame := await _next(frames, None)) is not None:
+    while (frame := await _next_step(frames, facts.idle_timeout_s)) is not None:
         if frame.WhichOneof("frame") != "step":
             raise InvalidRequest("a push stream carries steps, each followed by its chunks")
         check_lengths(frame.step, session.plan)
@@ -124,7 +124,15 @@ async def serve_push(facts: Facts, door: PushDoor, frames: AsyncIterator[pb.Push
         await send(pb.PushResponse(received_step=received))
 
 
-async def _next(frames: AsyncIterator[pb.PushRequest], timeout_s: float | None) -> pb.PushRequest | None:
+async def _next_step(frames: AsyncIterator[pb.PushRequest], timeout_s: float) -> pb.PushRequest | None:
+    try:
+        return await _next(frames, timeout_s)
+    except TimedOut:
+        # Not the word for servers that cannot reach each other: the session itself has been quiet for so long.
+        raise SessionLost(f"nothing was pushed for {timeout_s:g} s; the client will bring the next step") from None
+
+
+async def _next(frames: AsyncIterator[pb.PushRequest], timeout_s: float) -> pb.PushRequest | None:
     try:
         async with asyncio.timeout(timeout_s):
             return await anext(frames)

@@ -170,8 +170,10 @@ class InferSession:
                 # Nothing that is pushed from here on may come behind the answer.
                 self._door.shut(self._push_key)
                 self._push_key = b""
+                await self._inbox.wait_room()
                 self._inbox.put(Sync())
             case "close":
+                await self._inbox.wait_room()
                 self._inbox.put(Close())
             case "chunk":
                 raise InvalidRequest("a chunk came although no tensor is incomplete")
@@ -287,6 +289,8 @@ class InferSession:
     # Where outputs go.
 
     def _set_link(self, push_key: bytes, target: pb.PushTarget | None) -> None:
+        self._door.shut(self._push_key)
+        self._push_key = b""
         if push_key:
             self._door.open(push_key, self)
             self._push_key = push_key
@@ -371,7 +375,7 @@ def _pushes(plan: StepPlan, header: common_pb2.TensorHeader, cut: Cut) -> list[p
         row_positions=before,
         row_lengths=plan.row_lengths,
         row_sources=plan.row_sources,
-        truncate=plan.kept is not None,
+        truncate=plan.truncate,
         tensor=header,
         data=cut[0][1],
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
@@ -39,20 +39,6 @@ TWO_LEASES_S = 2 * 15.0
 BOUND_S = 20.0
 # Finds a black hole in seconds; the shipped one takes 15.
 QUICK = Keepalive(ping_every_s=1.0, timeout_s=1.0, allowed_every_s=1.0)
-
-
-@pytest.fixture(scope="module")
-def whole(
-    tmp_path_factory: pytest.TempPathFactory, module_postgres_url: str, module_redis_url: str
-) -> Iterator[LinkedPlane]:
-    with LinkedPlane(tmp_path_factory.mktemp("plane"), module_postgres_url, module_redis_url) as linked:
-        yield linked
-
-
-@pytest.fixture
-def linked(whole: LinkedPlane) -> Iterator[LinkedPlane]:
-    yield whole
-    whole.heal()
 
 
 @pytest.fixture

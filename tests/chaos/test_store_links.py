@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -28,20 +28,6 @@ from tests.support.links import KINDS, LEASE_TTL_S, SEEDS, Link, LinkedPlane, dr
 
 # A store that says nothing is given up after ten seconds.
 BOUND_S = 40.0
-
-
-@pytest.fixture(scope="module")
-def whole(
-    tmp_path_factory: pytest.TempPathFactory, module_postgres_url: str, module_redis_url: str
-) -> Iterator[LinkedPlane]:
-    with LinkedPlane(tmp_path_factory.mktemp("plane"), module_postgres_url, module_redis_url) as linked:
-        yield linked
-
-
-@pytest.fixture
-def linked(whole: LinkedPlane) -> Iterator[LinkedPlane]:
-    yield whole
-    whole.heal()
 
 
 @pytest.fixture

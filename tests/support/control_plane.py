@@ -90,7 +90,7 @@ class ControlPlane:
             self.start("router")
             for name in ("registry", "router"):
                 self.wait_ready(name)
-        except BaseException:
+        except BaseException:  # what was started must end
             self.close()
             raise
         return self

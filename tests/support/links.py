@@ -74,7 +74,7 @@ class LinkedPlane:
         try:
             self._stack.enter_context(self.plane)
             self.heal()
-        except BaseException:
+        except BaseException:  # what was started must end
             self._stack.close()
             raise
         return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -22,6 +22,7 @@ from shoal.wire.clock import now_s
 from shoal.wire.identity import IdentityKey
 from shoal.wire.tokens import Role, TokenSigner
 from tests.support.block_rig import SWARM_ID, BlockRig, block_rig
+from tests.support.fault_proxy import FaultProxy
 from tests.support.tiny_models import load_reference
 
 
@@ -47,9 +48,9 @@ class _Member:
 
 
 class RigSwarm:
-    """Block servers over the cuts of a tiny model.
+    """Block servers over the cuts of a tiny model; `options` are settings of each.
 
-    `addresses` gives the address at which others reach a server, by its index, if not its own: that of a proxy.
+    With `proxied` the client reaches each through a fault proxy of its own, in `proxies`.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class RigSwarm:
         folder: Path,
         *cuts: str,
         config: SequenceManagerConfig | None = None,
-        proxied: Callable[[int, str], str] = lambda index, address: address,
+        proxied: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.checkpoint = Checkpoint.open(folder)
@@ -68,7 +69,11 @@ class RigSwarm:
         self.rigs: list[BlockRig] = [
             self.servers_loop.run(self._start(folder, cut, dict(options or {}))) for cut in cuts
         ]
-        self.records = [self._record(rig, proxied(index, rig.server.address)) for index, rig in enumerate(self.rigs)]
+        addresses = [rig.server.address for rig in self.rigs]
+        self.proxies = [FaultProxy(address) for address in addresses] if proxied else []
+        if proxied:
+            addresses = [proxy.address for proxy in self.proxies]
+        self.records = [self._record(rig, address) for rig, address in zip(self.rigs, addresses, strict=True)]
         family = self.checkpoint.family
         remote = RemoteModel(model_key(self.checkpoint, "fp32"), family, torch.float32)
         routes = SnapshotRoutes(SwarmSnapshot.of(self.records))
@@ -107,6 +112,11 @@ class RigSwarm:
         return [rig.servicer.pushed_steps for rig in self.rigs]
 
     @property
+    def open_sessions(self) -> int:
+        """Sessions open on all servers."""
+        return sum(rig.engine.load().open_sessions for rig in self.rigs)
+
+    @property
     def left_open(self) -> dict[str, int]:
         """What sessions hold on all servers."""
         return {
@@ -125,6 +135,8 @@ class RigSwarm:
     def close(self) -> None:
         """Close the client, then the servers."""
         self.connection.close()
+        for proxy in self.proxies:
+            proxy.close()
         self.servers_loop.run(self._stack.aclose())
         self.servers_loop.close()
         self.servers_loop.join(5)

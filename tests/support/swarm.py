@@ -80,7 +80,7 @@ class LiveSwarm:
     def __enter__(self) -> Self:
         try:
             self._start()
-        except BaseException:
+        except BaseException:  # what was started must end
             self._stack.close()
             raise
         return self

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from shoal.wire.channels import Keepalive
 from tests.support.failing import PROMPT, QUICK, greedy
 from tests.support.fake_server import FakeSwarm
-from tests.support.fault_proxy import FaultProxy
 from tests.support.rig_swarm import RigSwarm
 from tests.support.tiny_models import make_tiny
 
@@ -53,14 +51,6 @@ def test_nw04_an_open_session_goes_on_at_the_new_port(folder: Path) -> None:
             assert session.hops[1].server.address == swarm.records[1].address
 
 
-@pytest.fixture
-def proxies() -> Iterator[list[FaultProxy]]:
-    made: list[FaultProxy] = []
-    yield made
-    for proxy in made:
-        proxy.close()
-
-
 def test_nw03_a_client_that_stops_at_token_5_leaves_nothing(folder: Path) -> None:
     with RigSwarm(folder, "0:3", "3:6") as swarm:
         stream = swarm.model.stream(PROMPT, max_new_tokens=100, do_sample=False)
@@ -71,22 +61,16 @@ def test_nw03_a_client_that_stops_at_token_5_leaves_nothing(folder: Path) -> Non
         swarm.wait_free(CLEAN_S)
 
 
-def test_nw03_a_client_in_a_black_hole_is_given_up_within_the_keepalive(
-    folder: Path, proxies: list[FaultProxy]
-) -> None:
-    def proxied(_: int, address: str) -> str:
-        proxies.append(FaultProxy(address))
-        return proxies[-1].address
-
+def test_nw03_a_client_in_a_black_hole_is_given_up_within_the_keepalive(folder: Path) -> None:
     keepalive = Keepalive(ping_every_s=1.0, timeout_s=1.0, allowed_every_s=0.5)
-    with RigSwarm(folder, "0:3", "3:6", proxied=proxied, options={"keepalive": keepalive}) as swarm:
+    with RigSwarm(folder, "0:3", "3:6", proxied=True, options={"keepalive": keepalive}) as swarm:
         stream = swarm.model.stream(PROMPT, max_new_tokens=100, do_sample=False)
         for _ in range(5):
             next(stream)
-        for proxy in proxies:
+        for proxy in swarm.proxies:
             proxy.set_fault(silent=True)
         swarm.wait_free(CLEAN_S)
-        for proxy in proxies:
+        for proxy in swarm.proxies:
             proxy.set_fault()
             proxy.cut_all()
         stream.close()

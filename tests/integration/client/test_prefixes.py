@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shoal.client.config import SequenceManagerConfig
+from shoal.swarm.spans import Span
 from tests.support.rig_swarm import RigSwarm
 from tests.support.tiny_models import make_tiny
 
@@ -70,6 +71,29 @@ def test_padded_rows_share_as_far_as_each_goes(swarm: RigSwarm) -> None:
     assert same(swarm, ids, attention_mask=mask) == (43 - 32) + (23 - 16) + 2 * 5
 
 
+def test_a_session_that_names_its_prompt_and_wants_all_outputs_gets_them(swarm: RigSwarm) -> None:
+    same(swarm, prompt(5, 6, 7))
+    hidden = torch.randn(1, 43, swarm.connection.hidden_size)
+    with swarm.connection.open_session(max_tokens=64) as plain:
+        wanted = plain.step(hidden)
+    with swarm.connection.open_session(max_tokens=64, prompt=list(prompt(5, 6, 7))) as session:
+        torch.testing.assert_close(session.step(hidden), wanted, atol=1e-4, rtol=0)
+        assert session.recoveries == []
+
+
+def test_a_prompt_that_was_lost_under_way_is_computed_where_its_beginning_is_known(folder: Path) -> None:
+    with RigSwarm(folder, "0:6", "0:6", config=CONFIG) as swarm:
+        for record in swarm.records:  # both get to know the beginning
+            swarm.connection.config = replace(CONFIG, allowed_servers=(record.server_id,))
+            same(swarm, prompt(5, 6, 7))
+        swarm.connection.config = CONFIG
+        with swarm.connection.open_session(max_tokens=64, prompt=list(prompt(5, 6, 7))) as session:
+            victim = session.hops[0].server.server_id
+            swarm.stop(next(i for i, record in enumerate(swarm.records) if record.server_id == victim))
+            session.step(torch.randn(1, 43, swarm.connection.hidden_size))
+            assert [recovery.server_id for recovery in session.recoveries] == [victim]
+
+
 @pytest.mark.parametrize("hop", [0, 1, 2])
 def test_a_session_that_took_a_prefix_survives_a_lost_server(folder: Path, hop: int) -> None:
     with RigSwarm(folder, "0:2", "0:2", "2:4", "2:4", "4:6", "4:6", config=CONFIG) as swarm:
@@ -93,3 +117,16 @@ def test_a_session_that_took_a_prefix_survives_a_lost_server(folder: Path, hop: 
         assert swarm.model.generate(prompt(8, 9), streamer=Killer(), **options).tolist() == wanted
         assert seen[0] > 4
         swarm.wait_free()
+
+
+def test_servers_that_hold_more_of_a_prompt_than_others_are_pushed_to_all_the_same(folder: Path) -> None:
+    with RigSwarm(folder, "0:3", "3:6", config=CONFIG) as swarm:
+        ids = prompt(*range(5, 25))
+        same(swarm, ids[:, :40])
+        # The second server alone gets to know a third page; what is in it will not be taken.
+        session = swarm.connection.open_session(max_tokens=64, span=Span(3, 6), prompt=list(ids))
+        session.step(torch.randn(1, 60, swarm.connection.hidden_size))
+        session.close()
+        before = swarm.pushed_steps[1]
+        assert same(swarm, ids) == 60 - 32 + 5
+        assert swarm.pushed_steps[1] - before == 2 + 5

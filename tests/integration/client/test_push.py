@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from shoal.client.config import SequenceManagerConfig
-from shoal.wire.errors import QuotaExceeded
+from shoal.client.parts import Part
+from shoal.v1 import block_server_pb2 as pb
+from shoal.wire.errors import QuotaExceeded, ServerUnreachable
 from tests.support.failing import greedy
 from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.rig_swarm import RigSwarm
@@ -271,3 +273,34 @@ def test_an_account_has_its_share_of_the_cache_and_no_more(folder: Path) -> None
         first.close()
         assert greedy(swarm.model, 12) == greedy(swarm.reference, 12)
         swarm.wait_free()
+
+
+def test_the_client_does_not_carry_what_a_failed_push_may_have_brought(swarm: RigSwarm) -> None:
+    with swarm.model.inference_session(max_tokens=16) as session:
+        pipeline = session._pipeline
+        hidden = torch.randn(2, swarm.connection.hidden_size)
+        session.step_packed(hidden, (2,))
+        session.roll_back([2])
+        first, second = pipeline.legs[0].stream, pipeline.legs[1].stream
+        assert first is not None
+        assert second is not None
+        before = second.next_step
+        part = Part(pipeline.next, (2,), (2,))
+
+        async def fail_and_answer() -> None:
+            pipeline.push_failure(first, ServerUnreachable("cut"))
+            await pipeline.arrived(first, part, swarm.connection.as_sent(hidden))
+
+        swarm.connection.run(fail_and_answer())
+        # `Repair` asks the next server where it stands before anything is carried.
+        assert (second.next_step, second.busy) == (before, False)
+
+
+def test_a_session_that_is_linked_again_leaves_no_secret_behind(swarm: RigSwarm) -> None:
+    with swarm.model.inference_session(max_tokens=16) as session:
+        stream = session._pipeline.legs[1].stream
+        assert stream is not None
+        for key in (b"a" * 16, b"b" * 16):
+            swarm.connection.run(stream.link(pb.LinkRequest(push_key=key, step=stream.next_step)))
+        assert len(swarm.rigs[1].servicer._parts.door) == 1  # type: ignore[union-attr]
+    swarm.wait_free()

@@ -14,7 +14,7 @@ import torch
 
 from tests.support.failing import PROMPT, QUICK, greedy
 from tests.support.fake_server import FakeSwarm
-from tests.support.proxied_rigs import ProxiedRigs
+from tests.support.rig_swarm import RigSwarm
 from tests.support.tiny_models import load_reference, make_tiny
 from tests.support.waiting import wait_until
 
@@ -102,21 +102,21 @@ def test_sf06_eight_threads_take_about_as_long_as_one(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def rigs(folder: Path) -> Iterator[ProxiedRigs]:
+def rigs(folder: Path) -> Iterator[RigSwarm]:
     config = replace(QUICK, open_timeout_s=30.0, recovery_timeout_s=30.0)
-    with ProxiedRigs(folder, "0:3", "3:6", config=config, idle_timeout_s=IDLE_S) as swarm:
+    with RigSwarm(folder, "0:3", "3:6", config=config, proxied=True, options={"idle_timeout_s": IDLE_S}) as swarm:
         swarm.model.inference_session(max_tokens=1).close()  # connects
         yield swarm
 
 
-def test_sf16_an_expired_session_is_replayed_and_nobody_is_banned(folder: Path, rigs: ProxiedRigs) -> None:
+def test_sf16_an_expired_session_is_replayed_and_nobody_is_banned(folder: Path, rigs: RigSwarm) -> None:
     hidden = torch.randn(1, 6, rigs.connection.hidden_size)
     with rigs.model.inference_session(max_tokens=16) as fresh:
         wanted = [fresh.step(hidden[:, :4]), fresh.step(hidden[:, 4:])]
     with rigs.model.inference_session(max_tokens=16) as session:
         torch.testing.assert_close(session.step(hidden[:, :4]), wanted[0], atol=1e-4, rtol=0)
         assert wait_until(lambda: rigs.open_sessions == 0), "expired"
-        assert rigs.all_free
+        assert not rigs.left_open["used"]
         torch.testing.assert_close(session.step(hidden[:, 4:]), wanted[1], atol=1e-4, rtol=0)
         assert [(recovery.reason, recovery.replayed_tokens) for recovery in session.recoveries] == [
             ("SessionLost", 4),
@@ -126,15 +126,15 @@ def test_sf16_an_expired_session_is_replayed_and_nobody_is_banned(folder: Path, 
 
 
 @pytest.mark.parametrize("how", ["cut", "silent"])
-def test_sf16_the_cache_of_a_client_that_vanished_is_freed(rigs: ProxiedRigs, how: str) -> None:
+def test_sf16_the_cache_of_a_client_that_vanished_is_freed(rigs: RigSwarm, how: str) -> None:
     session = rigs.model.inference_session(max_tokens=64)
     session.step(PROMPT)
-    assert not rigs.all_free
+    assert rigs.left_open["used"]
     for proxy in rigs.proxies:
         proxy.set_fault(silent=how == "silent", refuse=how == "cut")
         if how == "cut":
             proxy.cut_all()
-    assert wait_until(lambda: rigs.open_sessions == 0 and rigs.all_free)
+    assert wait_until(lambda: rigs.open_sessions == rigs.left_open["used"] == 0)
     for proxy in rigs.proxies:
         proxy.set_fault()
         proxy.cut_all()
@@ -146,7 +146,7 @@ def test_nw07_a_path_that_went_dead_while_idle_is_left_for_a_new_one(folder: Pat
     config = replace(QUICK, step_timeout_s=1.0, recovery_timeout_s=30.0)
     hidden = torch.randn(1, 6, 32)
     with (
-        ProxiedRigs(folder, "0:3", "3:6", config=config) as swarm,
+        RigSwarm(folder, "0:3", "3:6", config=config, proxied=True) as swarm,
         swarm.model.inference_session(max_tokens=16) as session,
     ):
         wanted = session.step(hidden)
@@ -164,7 +164,7 @@ def test_nw07_a_path_that_went_dead_while_idle_is_left_for_a_new_one(folder: Pat
 def test_nw08_chains_of_any_length_serve_many_at_once(folder: Path, length: int) -> None:
     cuts = [f"{6 * hop // length}:{6 * (hop + 1) // length}" for hop in range(length)]
     prompts = [torch.tensor([[index + 4, 17, 60, 9]]) for index in range(8)]
-    with ProxiedRigs(folder, *cuts, config=QUICK) as swarm:
+    with RigSwarm(folder, *cuts, config=QUICK) as swarm:
         given: dict[int, list[list[int]]] = {}
 
         def run(index: int) -> None:
@@ -178,4 +178,4 @@ def test_nw08_chains_of_any_length_serve_many_at_once(folder: Path, length: int)
         reference: Any = load_reference(folder)
         for index, ids in enumerate(prompts):
             assert given[index] == reference.generate(ids, max_new_tokens=8, do_sample=False).tolist()
-        assert wait_until(lambda: swarm.all_free)
+        swarm.wait_free()

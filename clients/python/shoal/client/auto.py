@@ -5,7 +5,6 @@ The model's files come from a folder or from the hub; of the weights only the sh
 
 from __future__ import annotations
 
-import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -82,7 +81,7 @@ class AutoDistributedModelForCausalLM:
         )
         try:
             return build_model(checkpoint, connection)
-        except BaseException:
+        except BaseException:  # an interrupt too: nobody else would close the connection
             connection.close()
             raise
 
@@ -95,9 +94,6 @@ def build_model(checkpoint: Checkpoint, connection: SwarmConnection) -> Any:
     """
     family = checkpoint.family
     cls = distributed_class(family)
-    if not gc.get_freeze_count():
-        # What is imported by now stays: looking through all of it again takes a full collection 0.3 s, amid a token.
-        gc.freeze()
     config = checkpoint.config
     config.dtype = connection.dtype
     blocks, config.num_hidden_layers = config.num_hidden_layers, 0

@@ -130,7 +130,7 @@ class SwarmConnection:
                 loop.run(discovery.close())
                 loop.run(membership.close())
                 raise
-        except BaseException:
+        except BaseException:  # an interrupt too: nobody else would end the thread
             loop.close()
             raise
         routes = discovery.routes(model.key, config.connect_timeout_s)

@@ -78,7 +78,7 @@ class RemoteGenerationMixin:
                     return_dict=True,
                     **given,
                 )
-        except BaseException:
+        except BaseException:  # whatever it is, the session must not outlive the call
             kept.close()
             raise
         if cache is None and not use_cache:
@@ -128,7 +128,7 @@ class RemoteGenerationMixin:
         self._running.append(turn)
         try:
             output = super().generate(inputs, generation_config=generation_config, **kwargs)  # type: ignore[misc]
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, the reader of the stream must hear of it
             fail_streamer(kwargs.get("streamer"), error)
             raise
         finally:

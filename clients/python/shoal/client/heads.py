@@ -74,7 +74,7 @@ class CombinedHead(torch.nn.Linear):
     def _wait(self, ticket: _Ticket) -> torch.Tensor:
         try:
             ticket.done.wait()
-        except BaseException:
+        except BaseException:  # an interrupt: whoever waits behind must not wait for this one
             self._leave(ticket)
             raise
         if ticket.leads:

@@ -111,6 +111,11 @@ class HopStream:
         self._hidden_size = hidden_size
 
     @property
+    def may_hold_more(self) -> bool:
+        """Whether the server may hold more of the prompt than the session takes; its first step puts that right."""
+        return self.next_step == 0 and bool(self.opening.prefixes)
+
+    @property
     def busy(self) -> bool:
         """Whether answers are still to come."""
         return bool(self._expected) or self._answer is not None
@@ -175,7 +180,7 @@ class HopStream:
             tensor=header,
             data=first[1],
             row_sources=part.sources if ops else (),
-            truncate=part.cut and ops,
+            truncate=(part.cut and ops) or (step == 0 and bool(self.opening.prefixes)),
         )
         chunks = [pb.TensorChunk(step=step, offset=offset, data=data, crc32=zlib.crc32(data)) for offset, data in more]
         self.sign_s = time.monotonic()

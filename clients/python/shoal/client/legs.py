@@ -171,7 +171,7 @@ async def replay(legs: Sequence[Leg], journal: Journal, positions: Sequence[int]
             if number:
                 leg.journal.append(hidden, positions)
             hidden = (await leg.stream.call(part, hidden, ops=False)).hidden
-    except BaseException:
+    except BaseException:  # a cancellation too: half a replay is of no use
         for leg in legs:
             leg.cut()
             leg.journal.close()

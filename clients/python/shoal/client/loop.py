@@ -82,7 +82,7 @@ class LoopThread:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
-        except BaseException:
+        except BaseException:  # an interrupt of the caller ends the work as well
             future.cancel()
             raise
 

@@ -85,9 +85,7 @@ class Pipeline:
         """
         retry = self._retry(self.connection.config.recovery_timeout_s)
         held = tuple(self.positions[source] for source in sources) if sources else self.positions
-        # A server may hold more of a prompt than was taken of it.
-        begins = self.adopted and not self.next
-        step = Part(self.next, kept or held, lengths, sources, begins or (kept is not None and kept != held))
+        step = Part(self.next, kept or held, lengths, sources, kept is not None and kept != held)
         saved: list[Saved] | None = None
         if step.changes_rows:
             await self._settle(retry)
@@ -102,7 +100,7 @@ class Pipeline:
         except ShoalError:
             await self._unwind(step.index, saved)
             raise
-        except BaseException:
+        except BaseException:  # a cancellation too: no leg may stay in the middle of a step
             self._cut_ahead(step.index, saved)
             raise
         outputs = [self._outputs.pop(index) for index in wanted]
@@ -142,7 +140,9 @@ class Pipeline:
         if index is None:
             return
         self.deliver(index, part, output)
-        if index + 1 < len(self.legs) and not self.legs[index].pushes and not self._repair.running:
+        # Once a push has failed, `Repair` carries: the next leg may expect the part from the server already.
+        carries = not (self.legs[index].pushes or self.push_failed or self._repair.running)
+        if carries and index + 1 < len(self.legs):
             await self._feed(index + 1, part, output)
 
     def push_failure(self, stream: HopStream, error: ShoalError) -> None:

@@ -69,9 +69,9 @@ class Repair:
                 pipeline.connection.note_unreachable(leg.stream.hop.server, following.stream.hop.server)
 
     def _gather(self) -> None:
-        """Begin anew on all blocks if a lost leg was never fed the beginning: nobody can be fed it but by the first."""
+        """Begin anew on all blocks when a leg has no server and was never fed the beginning: only the first was."""
         pipeline = self._pipeline
-        lost = next((leg for leg in pipeline.legs if leg.stream is None and leg.lost_to is not None), None)
+        lost = next((leg for leg in pipeline.legs if leg.stream is None), None)
         if not pipeline.adopted or lost is None:
             return
         for leg in pipeline.legs:
@@ -92,7 +92,9 @@ class Repair:
             self._pipeline.lose(leg, error)
             return
         missing = next((part for part in self._pipeline.parts if part.index >= leg.done), None)
-        if missing is not None and not missing.changes_rows and positions != missing.before:
+        if missing is None or missing.changes_rows or leg.stream.may_hold_more:
+            return
+        if positions != missing.before:
             holds = f"the server holds {positions} tokens, not {missing.before}"
             self._pipeline.lose(leg, SessionLost(holds, server_id=leg.stream.hop.server.server_id))
 

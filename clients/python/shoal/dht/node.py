@@ -85,7 +85,7 @@ class DhtNode:
                     cache_refresh_before_expiry=0,
                 )
                 addresses = () if options.client_only else await p2p.get_visible_maddrs(latest=True)
-            except BaseException:
+            except BaseException:  # a cancellation too: the daemon would outlive us
                 await p2p.shutdown()
                 raise
         return cls(node, p2p, tuple(str(address) for address in addresses))

@@ -61,7 +61,7 @@ class _CodecEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_Codec.ValueType]
     CODEC_BFLOAT16: _Codec.ValueType  # 3
     """As bfloat16."""
     CODEC_INT8_BLOCK64: _Codec.ValueType  # 4
-    """Signed bytes with one scale for each 64 neighbours of a row, and the columns that stick out kept apart."""
+    """Signed bytes with one scale for each 64 neighbours of a row; the columns that stick out have a second byte."""
 
 class Codec(_Codec, metaclass=_CodecEnumTypeWrapper):
     """How the elements of a tensor are turned into bytes."""
@@ -75,7 +75,7 @@ CODEC_FLOAT16: Codec.ValueType  # 2
 CODEC_BFLOAT16: Codec.ValueType  # 3
 """As bfloat16."""
 CODEC_INT8_BLOCK64: Codec.ValueType  # 4
-"""Signed bytes with one scale for each 64 neighbours of a row, and the columns that stick out kept apart."""
+"""Signed bytes with one scale for each 64 neighbours of a row; the columns that stick out have a second byte."""
 
 @typing.final
 class Span(message.Message):
