@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import math
 import time
-import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 
@@ -40,7 +39,7 @@ from shoal.v1 import common_pb2
 from shoal.wire.clock import now_s, to_duration
 from shoal.wire.errors import InvalidRequest, SessionLost, ShoalError, TimedOut
 from shoal.wire.records import PROTOCOL
-from shoal.wire.tensors import encode, pieces
+from shoal.wire.tensors import chunks, encode, pieces
 
 # Smaller tensors are turned into bytes faster than a thread could be asked to do it.
 _ENCODE_IN_THREAD_BYTES = 1024 * 1024
@@ -365,7 +364,7 @@ def _answers(
         engine_time=to_duration(outcome.engine_s),
         packed_sessions=outcome.packed_sessions,
     )
-    return [pb.InferResponse(step=first), *(pb.InferResponse(chunk=chunk) for chunk in _chunks(plan.step, cut))]
+    return [pb.InferResponse(step=first), *(pb.InferResponse(chunk=chunk) for chunk in chunks(plan.step, cut[1:]))]
 
 
 def _pushes(plan: StepPlan, header: common_pb2.TensorHeader, cut: Cut) -> list[pb.PushRequest]:
@@ -379,8 +378,4 @@ def _pushes(plan: StepPlan, header: common_pb2.TensorHeader, cut: Cut) -> list[p
         tensor=header,
         data=cut[0][1],
     )
-    return [pb.PushRequest(step=first), *(pb.PushRequest(chunk=chunk) for chunk in _chunks(plan.step, cut))]
-
-
-def _chunks(step: int, cut: Cut) -> list[pb.TensorChunk]:
-    return [pb.TensorChunk(step=step, offset=offset, data=data, crc32=zlib.crc32(data)) for offset, data in cut[1:]]
+    return [pb.PushRequest(step=first), *(pb.PushRequest(chunk=chunk) for chunk in chunks(plan.step, cut[1:]))]

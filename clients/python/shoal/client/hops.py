@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from shoal.v1.block_server_pb2_grpc import BlockServerServiceStub
 from shoal.wire.clock import from_duration
 from shoal.wire.errors import Corrupted, ServerUnreachable, SessionLost, ShoalError, TimedOut, error_classes
 from shoal.wire.status import from_rpc_error
-from shoal.wire.tensors import TensorAssembler, dtype_from_wire, encode, pieces
+from shoal.wire.tensors import TensorAssembler, chunks, dtype_from_wire, encode, pieces
 
 T = TypeVar("T")
 Stream = grpc.aio.StreamStreamCall[pb.InferRequest, pb.InferResponse]
@@ -182,9 +181,8 @@ class HopStream:
             row_sources=part.sources if ops else (),
             truncate=(part.cut and ops) or (step == 0 and bool(self.opening.prefixes)),
         )
-        chunks = [pb.TensorChunk(step=step, offset=offset, data=data, crc32=zlib.crc32(data)) for offset, data in more]
         self.sign_s = time.monotonic()
-        frames = [pb.InferRequest(step=request), *(pb.InferRequest(chunk=chunk) for chunk in chunks)]
+        frames = [pb.InferRequest(step=request), *(pb.InferRequest(chunk=chunk) for chunk in chunks(step, more))]
         await self._write(frames, self._step_timeout_s)
 
     async def roll_back(self, positions: Sequence[int]) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from shoal.v1 import common_pb2 as common
+from shoal.v1.block_server_pb2 import TensorChunk
 from shoal.wire.codecs import check_codec, check_length, from_bytes, to_bytes
 from shoal.wire.errors import BadTensor, Corrupted, Unsupported
 
@@ -82,6 +83,11 @@ def pieces(view: memoryview, limit: int = CHUNK_BYTES) -> Iterator[tuple[int, by
     """Cut bytes into pieces of at most `limit`, each with its offset."""
     for offset in range(0, len(view), limit):
         yield offset, bytes(view[offset : offset + limit])
+
+
+def chunks(step: int, cut: Iterable[tuple[int, bytes]]) -> list[TensorChunk]:
+    """Return the messages that bring the pieces of a step's tensor after the first."""
+    return [TensorChunk(step=step, offset=offset, data=data, crc32=zlib.crc32(data)) for offset, data in cut]
 
 
 class TensorAssembler:
