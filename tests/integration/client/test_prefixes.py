@@ -63,6 +63,16 @@ def test_kv03_nothing_is_shared_where_all_logits_are_wanted_or_sharing_is_off(sw
     assert same(swarm, prompt(8, 9)) == 42 + 5
 
 
+@pytest.mark.parametrize("codec", ["fp16", "bf16", "int8"])
+def test_kv03_what_a_lossy_codec_has_shaped_is_not_taken_for_exact(swarm: RigSwarm, codec: str) -> None:
+    swarm.connection.config = replace(CONFIG, codec=codec)
+    before = computed(swarm)
+    swarm.model.generate(prompt(5, 6, 7), max_new_tokens=1)
+    assert computed(swarm) - before == 43 * 6
+    swarm.connection.config = CONFIG
+    assert same(swarm, prompt(5, 6, 7)) == 43 + 5
+
+
 def test_padded_rows_share_as_far_as_each_goes(swarm: RigSwarm) -> None:
     same(swarm, prompt(5, 6, 7))
     ids = torch.zeros(2, 43, dtype=torch.long)

@@ -179,7 +179,8 @@ class SwarmConnection:
                 f"{max_tokens} tokens are more than the {limit} that {self.model.key.prefix} takes: "
                 "shorten the prompt or ask for fewer new tokens"
             )
-        chains = page_chains(self.model.key, prompt) if self.config.share_prefixes else []
+        shared = prompt if self.config.share_prefixes else ()
+        chains = page_chains(self.model.key, self.config.codec, shared)
         session = InferenceSession(self, span or self.model.blocks, rows, max_tokens)
         return session.open(prompt_tokens, chains if any(chains) else ())
 
