@@ -16,7 +16,8 @@ def page_chains(model: ModelKey, codec: str, rows: Sequence[torch.Tensor]) -> li
     """Return for each row of ids one SHA-256 for each full page of 16 tokens.
 
     Each is over the one before it and the page's ids, the first over all else that shapes what servers compute: the
-    model, and the codec in which activations reach them. Two chains are equal as far as all of that is. The last token of a row is never covered, since it has to be computed for its logits.
+    model, and the codec in which activations reach them. Two chains are equal as far as all of that is. The last token
+    of a row is never covered, since it has to be computed for its logits.
     """
     shaped_by = (b"shoal.prefix.v1", str(model).encode(), model.config_digest, codec.encode())
     start = hashlib.sha256(b"\0".join(shaped_by)).digest()
