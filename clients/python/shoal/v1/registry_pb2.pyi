@@ -23,6 +23,41 @@ else:
 
 DESCRIPTOR: descriptor.FileDescriptor
 
+class _DirectiveState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DirectiveStateEnumTypeWrapper(enum_type_wrapper._EnumTypeWrapper[_DirectiveState.ValueType], builtins.type):
+    DESCRIPTOR: descriptor.EnumDescriptor
+    DIRECTIVE_STATE_UNSPECIFIED: _DirectiveState.ValueType  # 0
+    """Not set."""
+    DIRECTIVE_STATE_PENDING: _DirectiveState.ValueType  # 1
+    """The registry has it; the server has not said that it took it."""
+    DIRECTIVE_STATE_RUNNING: _DirectiveState.ValueType  # 2
+    """The server is at it."""
+    DIRECTIVE_STATE_DONE: _DirectiveState.ValueType  # 3
+    """Done."""
+    DIRECTIVE_STATE_FAILED: _DirectiveState.ValueType  # 4
+    """The server refused it or failed; nothing was changed, or what was changed is undone."""
+    DIRECTIVE_STATE_EXPIRED: _DirectiveState.ValueType  # 5
+    """Its time was over before the server took it."""
+
+class DirectiveState(_DirectiveState, metaclass=_DirectiveStateEnumTypeWrapper):
+    """How far a directive is."""
+
+DIRECTIVE_STATE_UNSPECIFIED: DirectiveState.ValueType  # 0
+"""Not set."""
+DIRECTIVE_STATE_PENDING: DirectiveState.ValueType  # 1
+"""The registry has it; the server has not said that it took it."""
+DIRECTIVE_STATE_RUNNING: DirectiveState.ValueType  # 2
+"""The server is at it."""
+DIRECTIVE_STATE_DONE: DirectiveState.ValueType  # 3
+"""Done."""
+DIRECTIVE_STATE_FAILED: DirectiveState.ValueType  # 4
+"""The server refused it or failed; nothing was changed, or what was changed is undone."""
+DIRECTIVE_STATE_EXPIRED: DirectiveState.ValueType  # 5
+"""Its time was over before the server took it."""
+
 class _AdoptOutcome:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -77,6 +112,286 @@ ADOPT_OUTCOME_LEFT: AdoptOutcome.ValueType  # 9
 """The server said that it is gone."""
 ADOPT_OUTCOME_UNAVAILABLE: AdoptOutcome.ValueType  # 10
 """A store of the registry did not answer; worth another try."""
+
+@typing.final
+class DirectiveFor(message.Message):
+    """A server and what it is to do."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    SERVER_ID_FIELD_NUMBER: builtins.int
+    DIRECTIVE_FIELD_NUMBER: builtins.int
+    server_id: builtins.str
+    """The server."""
+    @builtins.property
+    def directive(self) -> Directive:
+        """The directive."""
+
+    def __init__(
+        self,
+        *,
+        server_id: builtins.str = ...,
+        directive: Directive | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["directive", b"directive"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["directive", b"directive", "server_id", b"server_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class DirectServersRequest(message.Message):
+    """Request of DirectServers."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    DIRECTIVES_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def directives(self) -> containers.RepeatedCompositeFieldContainer[DirectiveFor]:
+        """At most 1000; no two with the same id."""
+
+    def __init__(
+        self,
+        *,
+        directives: abc.Iterable[DirectiveFor] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["directives", b"directives"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class DirectServersResponse(message.Message):
+    """Response of DirectServers."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    DIRECTIVES_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def directives(self) -> containers.RepeatedCompositeFieldContainer[DirectiveEntry]:
+        """As stored, in the order of the request."""
+
+    def __init__(
+        self,
+        *,
+        directives: abc.Iterable[DirectiveEntry] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["directives", b"directives"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class GetDirectivesRequest(message.Message):
+    """Request of GetDirectives."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    DIRECTIVE_IDS_FIELD_NUMBER: builtins.int
+    SERVER_ID_FIELD_NUMBER: builtins.int
+    PLAN_ID_FIELD_NUMBER: builtins.int
+    server_id: builtins.str
+    """Only those of this server, if not empty."""
+    plan_id: builtins.str
+    """Only those of this plan, if not empty."""
+    @builtins.property
+    def directive_ids(self) -> containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Only these ids, if not empty; at most 1000."""
+
+    def __init__(
+        self,
+        *,
+        directive_ids: abc.Iterable[builtins.str] | None = ...,
+        server_id: builtins.str = ...,
+        plan_id: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["directive_ids", b"directive_ids", "plan_id", b"plan_id", "server_id", b"server_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class GetDirectivesResponse(message.Message):
+    """Response of GetDirectives."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    DIRECTIVES_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def directives(self) -> containers.RepeatedCompositeFieldContainer[DirectiveEntry]:
+        """Ordered by directive id. Ended ones are kept for a day."""
+
+    def __init__(
+        self,
+        *,
+        directives: abc.Iterable[DirectiveEntry] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["directives", b"directives"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class DrainServerRequest(message.Message):
+    """Request of DrainServer."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    SERVER_ID_FIELD_NUMBER: builtins.int
+    GRACE_FIELD_NUMBER: builtins.int
+    FORCE_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    """Chosen by the caller; the same id again gives the same directive."""
+    server_id: builtins.str
+    """The server."""
+    force: builtins.bool
+    """Drain even if blocks are then held by nobody; without it that is refused."""
+    @builtins.property
+    def grace(self) -> duration_pb2.Duration:
+        """How long open sessions may go on before they are told to move; absent means 0."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        server_id: builtins.str = ...,
+        grace: duration_pb2.Duration | None = ...,
+        force: builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["grace", b"grace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["force", b"force", "grace", b"grace", "request_id", b"request_id", "server_id", b"server_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class DrainServerResponse(message.Message):
+    """Response of DrainServer."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    DIRECTIVE_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def directive(self) -> DirectiveEntry:
+        """The directive."""
+
+    def __init__(
+        self,
+        *,
+        directive: DirectiveEntry | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["directive", b"directive"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["directive", b"directive"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class PauseServerRequest(message.Message):
+    """Request of PauseServer."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    SERVER_ID_FIELD_NUMBER: builtins.int
+    GRACE_FIELD_NUMBER: builtins.int
+    FORCE_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    """Chosen by the caller; the same id again gives the same directive."""
+    server_id: builtins.str
+    """The server."""
+    force: builtins.bool
+    """Pause even if blocks are then held by nobody; without it that is refused."""
+    @builtins.property
+    def grace(self) -> duration_pb2.Duration:
+        """How long open sessions may go on before they are told to move; absent means 0."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        server_id: builtins.str = ...,
+        grace: duration_pb2.Duration | None = ...,
+        force: builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["grace", b"grace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["force", b"force", "grace", b"grace", "request_id", b"request_id", "server_id", b"server_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class PauseServerResponse(message.Message):
+    """Response of PauseServer."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    DIRECTIVE_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def directive(self) -> DirectiveEntry:
+        """The directive."""
+
+    def __init__(
+        self,
+        *,
+        directive: DirectiveEntry | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["directive", b"directive"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["directive", b"directive"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class ResumeServerRequest(message.Message):
+    """Request of ResumeServer."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    SERVER_ID_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    """Chosen by the caller; the same id again gives the same directive."""
+    server_id: builtins.str
+    """The server."""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        server_id: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["request_id", b"request_id", "server_id", b"server_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class ResumeServerResponse(message.Message):
+    """Response of ResumeServer."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    DIRECTIVE_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def directive(self) -> DirectiveEntry:
+        """The directive."""
+
+    def __init__(
+        self,
+        *,
+        directive: DirectiveEntry | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["directive", b"directive"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["directive", b"directive"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
 class GetSwarmInfoRequest(message.Message):
@@ -273,6 +588,7 @@ class ServerHeartbeat(message.Message):
     STATE_FIELD_NUMBER: builtins.int
     LOAD_FIELD_NUMBER: builtins.int
     PINGS_FIELD_NUMBER: builtins.int
+    DIRECTIVES_FIELD_NUMBER: builtins.int
     state: swarm_pb2.ServerState.ValueType
     """State now."""
     @builtins.property
@@ -283,16 +599,21 @@ class ServerHeartbeat(message.Message):
     def pings(self) -> containers.RepeatedCompositeFieldContainer[swarm_pb2.NeighbourPing]:
         """Round-trip times to neighbours."""
 
+    @builtins.property
+    def directives(self) -> containers.RepeatedCompositeFieldContainer[DirectiveReport]:
+        """How far the server is with directives that it has; each is reported until the registry no longer sends it."""
+
     def __init__(
         self,
         *,
         state: swarm_pb2.ServerState.ValueType = ...,
         load: swarm_pb2.ServerLoad | None = ...,
         pings: abc.Iterable[swarm_pb2.NeighbourPing] | None = ...,
+        directives: abc.Iterable[DirectiveReport] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["load", b"load", "pings", b"pings", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["directives", b"directives", "load", b"load", "pings", b"pings", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -303,22 +624,231 @@ class AnnounceServerResponse(message.Message):
     DESCRIPTOR: descriptor.Descriptor
 
     LEASE_FIELD_NUMBER: builtins.int
+    DIRECTIVE_FIELD_NUMBER: builtins.int
     @builtins.property
     def lease(self) -> LeaseGranted:
         """The lease was granted or renewed."""
+
+    @builtins.property
+    def directive(self) -> Directive:
+        """Something that the server is to do. Sent again on each new stream until it is reported as ended."""
 
     def __init__(
         self,
         *,
         lease: LeaseGranted | None = ...,
+        directive: Directive | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["frame", b"frame", "lease", b"lease"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["directive", b"directive", "frame", b"frame", "lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["frame", b"frame", "lease", b"lease"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["directive", b"directive", "frame", b"frame", "lease", b"lease"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = typing.Literal["lease"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = typing.Literal["lease", "directive"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
+
+@typing.final
+class Directive(message.Message):
+    """Something that a server is to do. Obeying one twice changes nothing."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    DIRECTIVE_ID_FIELD_NUMBER: builtins.int
+    PLAN_ID_FIELD_NUMBER: builtins.int
+    EXPIRES_AT_FIELD_NUMBER: builtins.int
+    HOLD_SPAN_FIELD_NUMBER: builtins.int
+    DRAIN_FIELD_NUMBER: builtins.int
+    PAUSE_FIELD_NUMBER: builtins.int
+    RESUME_FIELD_NUMBER: builtins.int
+    directive_id: builtins.str
+    """Chosen by who directs; bound to the content."""
+    plan_id: builtins.str
+    """The plan that it belongs to; empty if none."""
+    @builtins.property
+    def expires_at(self) -> timestamp_pb2.Timestamp:
+        """After this time it is not to be started."""
+
+    @builtins.property
+    def hold_span(self) -> HoldSpan:
+        """Hold another span."""
+
+    @builtins.property
+    def drain(self) -> DrainOrder:
+        """Take no new sessions, hand over those that are open, then go OFFLINE and end the process."""
+
+    @builtins.property
+    def pause(self) -> DrainOrder:
+        """Take no new sessions, hand over those that are open, then free the device and stay idle (PAUSED)."""
+
+    @builtins.property
+    def resume(self) -> ResumeOrder:
+        """Serve again after a pause."""
+
+    def __init__(
+        self,
+        *,
+        directive_id: builtins.str = ...,
+        plan_id: builtins.str = ...,
+        expires_at: timestamp_pb2.Timestamp | None = ...,
+        hold_span: HoldSpan | None = ...,
+        drain: DrainOrder | None = ...,
+        pause: DrainOrder | None = ...,
+        resume: ResumeOrder | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["drain", b"drain", "expires_at", b"expires_at", "hold_span", b"hold_span", "order", b"order", "pause", b"pause", "resume", b"resume"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["directive_id", b"directive_id", "drain", b"drain", "expires_at", b"expires_at", "hold_span", b"hold_span", "order", b"order", "pause", b"pause", "plan_id", b"plan_id", "resume", b"resume"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_order: _TypeAlias = typing.Literal["hold_span", "drain", "pause", "resume"]  # noqa: Y015
+    _WhichOneofArgType_order: _TypeAlias = typing.Literal["order", b"order"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_order) -> _WhichOneofReturnType_order | None: ...
+
+@typing.final
+class HoldSpan(message.Message):
+    """Order to hold another span."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: builtins.int
+    SPAN_FIELD_NUMBER: builtins.int
+    GRACE_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def model(self) -> common_pb2.ModelId:
+        """The model; must be the one that the server holds."""
+
+    @builtins.property
+    def span(self) -> common_pb2.Span:
+        """The blocks to hold."""
+
+    @builtins.property
+    def grace(self) -> duration_pb2.Duration:
+        """How long open sessions on blocks that are given up may go on before they are told to move."""
+
+    def __init__(
+        self,
+        *,
+        model: common_pb2.ModelId | None = ...,
+        span: common_pb2.Span | None = ...,
+        grace: duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["grace", b"grace", "model", b"model", "span", b"span"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["grace", b"grace", "model", b"model", "span", b"span"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class DrainOrder(message.Message):
+    """Order to drain."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    GRACE_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def grace(self) -> duration_pb2.Duration:
+        """How long open sessions may go on before they are told to move."""
+
+    def __init__(
+        self,
+        *,
+        grace: duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["grace", b"grace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["grace", b"grace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class ResumeOrder(message.Message):
+    """Order to serve again."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class DirectiveReport(message.Message):
+    """What a server says about a directive."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    DIRECTIVE_ID_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    directive_id: builtins.str
+    """The directive."""
+    state: DirectiveState.ValueType
+    """How far it is."""
+    message: builtins.str
+    """For people: what is going on, or why it failed."""
+    reason: builtins.str
+    """Reason of the failure, from the closed list of reasons; empty unless FAILED."""
+    def __init__(
+        self,
+        *,
+        directive_id: builtins.str = ...,
+        state: DirectiveState.ValueType = ...,
+        message: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["directive_id", b"directive_id", "message", b"message", "reason", b"reason", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class DirectiveEntry(message.Message):
+    """A directive and how far it is."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    SERVER_ID_FIELD_NUMBER: builtins.int
+    DIRECTIVE_FIELD_NUMBER: builtins.int
+    REPORT_FIELD_NUMBER: builtins.int
+    CREATED_AT_FIELD_NUMBER: builtins.int
+    UPDATED_AT_FIELD_NUMBER: builtins.int
+    server_id: builtins.str
+    """The server that is to obey."""
+    @builtins.property
+    def directive(self) -> Directive:
+        """The directive."""
+
+    @builtins.property
+    def report(self) -> DirectiveReport:
+        """Newest report; state PENDING when there is none."""
+
+    @builtins.property
+    def created_at(self) -> timestamp_pb2.Timestamp:
+        """When the registry took it."""
+
+    @builtins.property
+    def updated_at(self) -> timestamp_pb2.Timestamp:
+        """When the newest report came."""
+
+    def __init__(
+        self,
+        *,
+        server_id: builtins.str = ...,
+        directive: Directive | None = ...,
+        report: DirectiveReport | None = ...,
+        created_at: timestamp_pb2.Timestamp | None = ...,
+        updated_at: timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["created_at", b"created_at", "directive", b"directive", "report", b"report", "updated_at", b"updated_at"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["created_at", b"created_at", "directive", b"directive", "report", b"report", "server_id", b"server_id", "updated_at", b"updated_at"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 @typing.final
 class LeaseGranted(message.Message):

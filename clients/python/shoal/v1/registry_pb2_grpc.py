@@ -65,6 +65,31 @@ class RegistryServiceStub:
                 request_serializer=shoal_dot_v1_dot_registry__pb2.AdoptRecordsRequest.SerializeToString,
                 response_deserializer=shoal_dot_v1_dot_registry__pb2.AdoptRecordsResponse.FromString,
                 _registered_method=True)
+        self.DirectServers = channel.unary_unary(
+                '/shoal.v1.RegistryService/DirectServers',
+                request_serializer=shoal_dot_v1_dot_registry__pb2.DirectServersRequest.SerializeToString,
+                response_deserializer=shoal_dot_v1_dot_registry__pb2.DirectServersResponse.FromString,
+                _registered_method=True)
+        self.GetDirectives = channel.unary_unary(
+                '/shoal.v1.RegistryService/GetDirectives',
+                request_serializer=shoal_dot_v1_dot_registry__pb2.GetDirectivesRequest.SerializeToString,
+                response_deserializer=shoal_dot_v1_dot_registry__pb2.GetDirectivesResponse.FromString,
+                _registered_method=True)
+        self.DrainServer = channel.unary_unary(
+                '/shoal.v1.RegistryService/DrainServer',
+                request_serializer=shoal_dot_v1_dot_registry__pb2.DrainServerRequest.SerializeToString,
+                response_deserializer=shoal_dot_v1_dot_registry__pb2.DrainServerResponse.FromString,
+                _registered_method=True)
+        self.PauseServer = channel.unary_unary(
+                '/shoal.v1.RegistryService/PauseServer',
+                request_serializer=shoal_dot_v1_dot_registry__pb2.PauseServerRequest.SerializeToString,
+                response_deserializer=shoal_dot_v1_dot_registry__pb2.PauseServerResponse.FromString,
+                _registered_method=True)
+        self.ResumeServer = channel.unary_unary(
+                '/shoal.v1.RegistryService/ResumeServer',
+                request_serializer=shoal_dot_v1_dot_registry__pb2.ResumeServerRequest.SerializeToString,
+                response_deserializer=shoal_dot_v1_dot_registry__pb2.ResumeServerResponse.FromString,
+                _registered_method=True)
 
 
 class RegistryServiceServicer:
@@ -115,6 +140,42 @@ class RegistryServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DirectServers(self, request, context):
+        """Gives directives to servers, all or none. The same id with the same content again changes nothing. Roles: service,
+        operator.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetDirectives(self, request, context):
+        """Tells how far directives are. Roles: service, operator.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainServer(self, request, context):
+        """Lets a server hand over its sessions and go OFFLINE. Role: operator.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PauseServer(self, request, context):
+        """Lets a server hand over its sessions and stay idle, PAUSED. Role: operator.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResumeServer(self, request, context):
+        """Lets a paused server serve again. Role: operator.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RegistryServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -147,6 +208,31 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     servicer.AdoptRecords,
                     request_deserializer=shoal_dot_v1_dot_registry__pb2.AdoptRecordsRequest.FromString,
                     response_serializer=shoal_dot_v1_dot_registry__pb2.AdoptRecordsResponse.SerializeToString,
+            ),
+            'DirectServers': grpc.unary_unary_rpc_method_handler(
+                    servicer.DirectServers,
+                    request_deserializer=shoal_dot_v1_dot_registry__pb2.DirectServersRequest.FromString,
+                    response_serializer=shoal_dot_v1_dot_registry__pb2.DirectServersResponse.SerializeToString,
+            ),
+            'GetDirectives': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDirectives,
+                    request_deserializer=shoal_dot_v1_dot_registry__pb2.GetDirectivesRequest.FromString,
+                    response_serializer=shoal_dot_v1_dot_registry__pb2.GetDirectivesResponse.SerializeToString,
+            ),
+            'DrainServer': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainServer,
+                    request_deserializer=shoal_dot_v1_dot_registry__pb2.DrainServerRequest.FromString,
+                    response_serializer=shoal_dot_v1_dot_registry__pb2.DrainServerResponse.SerializeToString,
+            ),
+            'PauseServer': grpc.unary_unary_rpc_method_handler(
+                    servicer.PauseServer,
+                    request_deserializer=shoal_dot_v1_dot_registry__pb2.PauseServerRequest.FromString,
+                    response_serializer=shoal_dot_v1_dot_registry__pb2.PauseServerResponse.SerializeToString,
+            ),
+            'ResumeServer': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResumeServer,
+                    request_deserializer=shoal_dot_v1_dot_registry__pb2.ResumeServerRequest.FromString,
+                    response_serializer=shoal_dot_v1_dot_registry__pb2.ResumeServerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -312,6 +398,141 @@ class RegistryService:
             '/shoal.v1.RegistryService/AdoptRecords',
             shoal_dot_v1_dot_registry__pb2.AdoptRecordsRequest.SerializeToString,
             shoal_dot_v1_dot_registry__pb2.AdoptRecordsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DirectServers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.RegistryService/DirectServers',
+            shoal_dot_v1_dot_registry__pb2.DirectServersRequest.SerializeToString,
+            shoal_dot_v1_dot_registry__pb2.DirectServersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDirectives(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.RegistryService/GetDirectives',
+            shoal_dot_v1_dot_registry__pb2.GetDirectivesRequest.SerializeToString,
+            shoal_dot_v1_dot_registry__pb2.GetDirectivesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainServer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.RegistryService/DrainServer',
+            shoal_dot_v1_dot_registry__pb2.DrainServerRequest.SerializeToString,
+            shoal_dot_v1_dot_registry__pb2.DrainServerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PauseServer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.RegistryService/PauseServer',
+            shoal_dot_v1_dot_registry__pb2.PauseServerRequest.SerializeToString,
+            shoal_dot_v1_dot_registry__pb2.PauseServerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResumeServer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.RegistryService/ResumeServer',
+            shoal_dot_v1_dot_registry__pb2.ResumeServerRequest.SerializeToString,
+            shoal_dot_v1_dot_registry__pb2.ResumeServerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,18 @@ class RegistryServiceStub:
     """Takes over records that servers published in the DHT while they could not reach the registry, and gives them
     leases. Says what became of them; no record is the caller's fault. Roles: service, operator.
     """
+    DirectServers: _grpc.UnaryUnaryMultiCallable[_registry_pb2.DirectServersRequest, _registry_pb2.DirectServersResponse]
+    """Gives directives to servers, all or none. The same id with the same content again changes nothing. Roles: service,
+    operator.
+    """
+    GetDirectives: _grpc.UnaryUnaryMultiCallable[_registry_pb2.GetDirectivesRequest, _registry_pb2.GetDirectivesResponse]
+    """Tells how far directives are. Roles: service, operator."""
+    DrainServer: _grpc.UnaryUnaryMultiCallable[_registry_pb2.DrainServerRequest, _registry_pb2.DrainServerResponse]
+    """Lets a server hand over its sessions and go OFFLINE. Role: operator."""
+    PauseServer: _grpc.UnaryUnaryMultiCallable[_registry_pb2.PauseServerRequest, _registry_pb2.PauseServerResponse]
+    """Lets a server hand over its sessions and stay idle, PAUSED. Role: operator."""
+    ResumeServer: _grpc.UnaryUnaryMultiCallable[_registry_pb2.ResumeServerRequest, _registry_pb2.ResumeServerResponse]
+    """Lets a paused server serve again. Role: operator."""
 
 @_typing.type_check_only
 class RegistryServiceAsyncStub(RegistryServiceStub):
@@ -71,6 +83,18 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     """Takes over records that servers published in the DHT while they could not reach the registry, and gives them
     leases. Says what became of them; no record is the caller's fault. Roles: service, operator.
     """
+    DirectServers: _aio.UnaryUnaryMultiCallable[_registry_pb2.DirectServersRequest, _registry_pb2.DirectServersResponse]  # type: ignore[assignment]
+    """Gives directives to servers, all or none. The same id with the same content again changes nothing. Roles: service,
+    operator.
+    """
+    GetDirectives: _aio.UnaryUnaryMultiCallable[_registry_pb2.GetDirectivesRequest, _registry_pb2.GetDirectivesResponse]  # type: ignore[assignment]
+    """Tells how far directives are. Roles: service, operator."""
+    DrainServer: _aio.UnaryUnaryMultiCallable[_registry_pb2.DrainServerRequest, _registry_pb2.DrainServerResponse]  # type: ignore[assignment]
+    """Lets a server hand over its sessions and go OFFLINE. Role: operator."""
+    PauseServer: _aio.UnaryUnaryMultiCallable[_registry_pb2.PauseServerRequest, _registry_pb2.PauseServerResponse]  # type: ignore[assignment]
+    """Lets a server hand over its sessions and stay idle, PAUSED. Role: operator."""
+    ResumeServer: _aio.UnaryUnaryMultiCallable[_registry_pb2.ResumeServerRequest, _registry_pb2.ResumeServerResponse]  # type: ignore[assignment]
+    """Lets a paused server serve again. Role: operator."""
 
 class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
     """Keeps leases of block servers and tells watchers what changes."""
@@ -126,5 +150,47 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         """Takes over records that servers published in the DHT while they could not reach the registry, and gives them
         leases. Says what became of them; no record is the caller's fault. Roles: service, operator.
         """
+
+    @_abc_1.abstractmethod
+    def DirectServers(
+        self,
+        request: _registry_pb2.DirectServersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_registry_pb2.DirectServersResponse, _abc.Awaitable[_registry_pb2.DirectServersResponse]]:
+        """Gives directives to servers, all or none. The same id with the same content again changes nothing. Roles: service,
+        operator.
+        """
+
+    @_abc_1.abstractmethod
+    def GetDirectives(
+        self,
+        request: _registry_pb2.GetDirectivesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_registry_pb2.GetDirectivesResponse, _abc.Awaitable[_registry_pb2.GetDirectivesResponse]]:
+        """Tells how far directives are. Roles: service, operator."""
+
+    @_abc_1.abstractmethod
+    def DrainServer(
+        self,
+        request: _registry_pb2.DrainServerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_registry_pb2.DrainServerResponse, _abc.Awaitable[_registry_pb2.DrainServerResponse]]:
+        """Lets a server hand over its sessions and go OFFLINE. Role: operator."""
+
+    @_abc_1.abstractmethod
+    def PauseServer(
+        self,
+        request: _registry_pb2.PauseServerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_registry_pb2.PauseServerResponse, _abc.Awaitable[_registry_pb2.PauseServerResponse]]:
+        """Lets a server hand over its sessions and stay idle, PAUSED. Role: operator."""
+
+    @_abc_1.abstractmethod
+    def ResumeServer(
+        self,
+        request: _registry_pb2.ResumeServerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_registry_pb2.ResumeServerResponse, _abc.Awaitable[_registry_pb2.ResumeServerResponse]]:
+        """Lets a paused server serve again. Role: operator."""
 
 def add_RegistryServiceServicer_to_server(servicer: RegistryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
