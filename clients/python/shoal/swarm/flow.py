@@ -21,8 +21,9 @@ Route = tuple[tuple[str, Span], ...]
 
 _Hops = tuple[tuple[int, int], ...]
 
-# Swarms with more routes than this are too large to look at all; then the program is solved again so often because a
+# For so many servers and routes all routes are looked at. For more, the program is solved again so often because a
 # route would have used a server twice, until the loss is put up with.
+_FEW_SERVERS = 6
 _MOST_ROUTES = 3000
 _MOST_ROUNDS = 6
 _PUT_UP_WITH = 0.002
@@ -121,14 +122,18 @@ class _Part:
 
 
 def _routes(segments: Sequence[Span], servers: Sequence[FlowServer]) -> list[_Hops]:
-    """Return all routes as (server, first segment) hops, or none if there are too many."""
+    """Return all routes as (server, first segment) hops, or none if there are too many to look at."""
+    if len(servers) > _FEW_SERVERS:
+        return []
     routes: list[_Hops] = []
     open_: list[tuple[int, _Hops]] = [(0, ())]
+    looked_at = 0
     while open_:
         place, hops = open_.pop()
+        looked_at += 1
         if place == len(segments):
             routes.append(hops)
-        if len(routes) + len(open_) > _MOST_ROUTES:
+        if looked_at + len(open_) > _MOST_ROUTES:
             return []
         for index, server in enumerate(servers):
             if all(used != index for used, _ in hops) and place < len(segments) and server.span.covers(segments[place]):

@@ -58,8 +58,8 @@ def plan_placement(request: PlacementRequest) -> Placement:
 def local_move(request: PlacementRequest, server_id: str) -> Span | None:
     """Return the span that one server should take if nobody else moves, or None to stay.
 
-    The scorer is the plan's: the move must close holes or bring the least gain, and never leaves a block to nobody.
-    A server that holds nothing always gets a span, unless some servers may not be known.
+    Scored by the bound that the plan's search uses: the move must close holes or bring the least gain, and never leaves
+    a block to nobody. A server that holds nothing always gets a span, unless some servers may not be known.
 
     Raises:
         ValueError: if the server is no candidate, or as `plan_placement`.

@@ -11,6 +11,7 @@ from shoal.swarm.spans import Span
 
 # What part of the programs left goes to taking moves back.
 _FOR_UNDOING = 0.6
+_GOOD_ENOUGH = 0.99
 _SHIFTS = (-1, 1, -2, 2)
 
 
@@ -47,6 +48,10 @@ def _undone(request: PlacementRequest, best: Scored, scorer: Scorer, movable: Se
 def _shifted(request: PlacementRequest, best: Scored, scorer: Scorer, movable: Sequence[int]) -> Scored:
     import numpy as np
 
+    most = (
+        sum(one.rate(max(1, min(one.max_blocks, request.num_blocks))) for one in request.candidates)
+        / request.num_blocks
+    )
     random = np.random.default_rng(request.seed)
     changed = True
     while changed:
@@ -57,7 +62,7 @@ def _shifted(request: PlacementRequest, best: Scored, scorer: Scorer, movable: S
                 span = best.layout[index]
                 if span is None or span.start + step < 0:
                     continue
-                if scorer.left < scorer.price(best.layout):
+                if scorer.left < scorer.price(best.layout) or best.flow.throughput >= _GOOD_ENOUGH * most:
                     return best
                 shifted = Span(span.start + step, span.end + step)
                 if shifted in choices:
