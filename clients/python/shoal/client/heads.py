@@ -61,6 +61,7 @@ class CombinedHead(torch.nn.Linear):
         with torch.device("meta"):
             super().__init__(head.in_features, head.out_features, head.bias is not None)
         self.weight, self.bias = head.weight, head.bias
+        self._biased = head.bias is not None
         self._lock = threading.Lock()
         # Whoever computes or is about to is not replaced until it hands over.
         self._leader: _Ticket | None = None
@@ -97,7 +98,7 @@ class CombinedHead(torch.nn.Linear):
         )
 
     def _product(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.bias is None and hidden.dim() == 2 and len(hidden) in _FEW and hidden.device.type == "cpu":
+        if not self._biased and hidden.dim() == 2 and len(hidden) in _FEW and hidden.device.type == "cpu":
             rows = piece_rows(*self.weight.shape)
             if rows is not None:
                 return by_pieces(hidden, self.weight, rows)
@@ -129,7 +130,8 @@ class CombinedHead(torch.nn.Linear):
         tickets = self._take()
         try:
             started_s = time.perf_counter()
-            logits = self._product(torch.cat([ticket.hidden for ticket in tickets]) if tickets[1:] else tickets[0].hidden)
+            hidden = tickets[0].hidden if len(tickets) == 1 else torch.cat([ticket.hidden for ticket in tickets])
+            logits = self._product(hidden)
             self._gathering.observe(time.perf_counter() - started_s)
             for ticket, part in zip(tickets, torch.split(logits, [len(t.hidden) for t in tickets]), strict=True):
                 ticket.result = part

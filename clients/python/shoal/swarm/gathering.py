@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 Member = TypeVar("Member", bound=Hashable)
 
 _SMOOTHING = 0.05
-_RECENT_S = 1.0
+_RECENT_S = 5.0
 
 
 class Gathering(Generic[Member]):
