@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -31,9 +32,11 @@ class FakeModel:
         self.gate.set()
         self.passes: list[int] = []
         self.tokens: list[int] = []
+        self.takes_s = 0.0
 
     def forward(self, hidden: torch.Tensor, batch: PackedBatch, span: Span) -> torch.Tensor:
         assert self.gate.wait(10)
+        time.sleep(self.takes_s)
         self.passes.append(len(batch.segments))
         self.tokens.append(hidden.shape[0])
         if bool((hidden[:, 0] == POISON).any()):

@@ -25,6 +25,7 @@ from services.block_server.engine.costs import PassCosts
 from services.block_server.engine.policy import Costs, Share, Waiting
 from services.block_server.engine.work import Close, EngineSession, Message, Open, Rollback, StepOutcome, Work
 from services.block_server.weights.span_model import SpanModel
+from shoal.swarm.gathering import Gathering
 from shoal.swarm.snapshot import Load
 from shoal.swarm.spans import Span
 from shoal.wire.errors import SessionLost, ShoalError, TimedOut
@@ -68,6 +69,9 @@ class EngineCore:
         self._waiting: dict[int, Work] = {}
         self._prefixes = PrefixIndex(pool)
         self._costs = PassCosts()
+        self._gathering: Gathering[EngineSession] = Gathering()
+        # Until then (time.perf_counter) what waits is held for others that are about to come.
+        self._held_until_s = -math.inf
         # The number of the last pass over each span that sessions use.
         self._served: dict[Span, int] = {}
         # No step that waits has to be done before; it may be that of a step that is done.
@@ -81,7 +85,7 @@ class EngineCore:
     def wait_s(self, now_s: float) -> float | None:
         """Return how long there is nothing to do if no message comes; None for ever."""
         if self._waiting:
-            return 0.0
+            return max(self._held_until_s - time.perf_counter(), 0.0)
         deadline_s = self._admission.next_deadline_s
         return None if deadline_s is None else max(deadline_s - now_s, 0.0)
 
@@ -117,13 +121,16 @@ class EngineCore:
                 self._enqueue(message, session)
 
     def iterate(self) -> None:
-        """Drop what is too late, admit what fits, and run one pass over what the policy chooses, if anything waits."""
+        """Drop what is too late, admit what fits, and run one pass over what the policy chooses, if anything waits.
+
+        Decode steps may be held for a moment instead, for those that they came with before.
+        """
         now_s = time.monotonic()
         if self._first_deadline_s <= now_s:
             self._drop_late(now_s)
         if self._admission.waiting:
             self._admit(now_s)
-        if self._waiting:
+        if self._waiting and not self._hold():
             waiting = [work.waiting for work in self._waiting.values()]
             expected = 0 if all(step.decode for step in waiting) else self._expected_tokens()
             shares = self._policy(waiting, self._max_step_tokens, now_s, self._costs, self._served, expected)
@@ -161,6 +168,16 @@ class EngineCore:
         for request, error in decided.refused:
             self._settle(request.reply, error)
 
+    def _hold(self) -> bool:
+        """Tell whether the next pass is better held: `shoal.swarm.gathering`. Only ever done to decode steps."""
+        works = self._waiting.values()
+        span = next(iter(works)).session.span
+        if any(not work.decode or work.session.span != span for work in works):
+            return False
+        came_s = max(work.posted_s for work in works)
+        self._held_until_s = self._gathering.held_until_s([work.session for work in works], came_s)
+        return self._held_until_s > time.perf_counter()
+
     def _expected_tokens(self) -> int:
         """Return how many decode tokens may come at any moment, of sessions that are between two steps."""
         since_s = time.perf_counter() - _BETWEEN_STEPS_S
@@ -175,6 +192,7 @@ class EngineCore:
     def _release(self, session: EngineSession, error: Exception) -> None:
         if session.cache is None:
             return
+        self._gathering.forget(session)
         session.cache.free()
         session.cache = session.prefixes = None
         self._sessions.remove(session)
@@ -207,6 +225,7 @@ class EngineCore:
         self._sequence += 1
         arrival = work.arrival = self._sequence
         self._waiting[arrival] = work
+        self._gathering.come(session, work.posted_s)
         work.waiting = Waiting(
             arrival, arrival, work.tokens, session.span, work.decode, session.bid, session.paid, time.monotonic()
         )
@@ -216,6 +235,9 @@ class EngineCore:
         copies: list[Copy] = []
         segments = [segment for share in taken for segment in _segments(share, copies)]
         span = taken[0].work.session.span
+        decodes = [share.work for share in taken if share.work.waiting.decode]
+        if decodes:
+            self._gathering.leave([work.session for work in decodes], max(work.posted_s for work in decodes))
         if copies:
             self._copy(copies, span)
         batch = PackedBatch(segments, self._storage, self._model.span.start)
@@ -227,6 +249,8 @@ class EngineCore:
         self.executed_row_blocks += hidden.shape[0] * len(span)
         prompt_tokens = sum(0 if share.work.waiting.decode else share.end - share.start for share in taken)
         self._costs.observe(prompt_tokens, len(span), spent_s)
+        if prompt_tokens == 0:
+            self._gathering.observe(spent_s)
         self._sequence += 1
         self._served[span] = self._sequence
         for share in taken:
