@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
 from functools import partial
 from pathlib import Path
 
-from sqlalchemy.exc import OperationalError
-from sqlalchemy.ext.asyncio import AsyncEngine
-
 from services.chassis.auth import AuthInterceptor
 from services.chassis.loops import StopSignal, serve_until_stopped
+from services.chassis.schema import await_schema
 from services.chassis.server import Mount, build_server
 from services.chassis.storage import database_engine, redis_client
 from services.registry.announce import Announcing
@@ -22,15 +18,13 @@ from services.registry.hub import SwarmHub
 from services.registry.keys import KeyRing, read_keys_file
 from services.registry.pins import PinBoard
 from services.registry.reach import TIMEOUT_S, Reach
-from services.registry.schema import check_version
+from services.registry.schema import REGISTRY_SCHEMA
 from services.registry.service import POLICY, SERVICE, RegistryService, SwarmFacts
 from services.registry.settings import RegistrySettings
-from services.registry.store_archive import KeyOwner
 from services.registry.store_archive_sql import SqlArchive
 from services.registry.store_leases_redis import RedisLeases
 from services.registry.watchers import Watchers
 from shoal.v1 import registry_pb2, registry_pb2_grpc
-from shoal.wire.clock import backoff_s
 from shoal.wire.errors import InvalidRequest, ShoalError, Unavailable
 from shoal.wire.identity import IdentityKey
 from shoal.wire.logs import get_logger
@@ -58,7 +52,8 @@ async def run(settings: RegistrySettings, stop: StopSignal) -> None:
     redis = redis_client(settings.redis_url.get_secret_value())
     try:
         archive = SqlArchive(engine)
-        await _prepare_database(engine, archive, owners, settings.startup_wait_s)
+        await await_schema(engine, REGISTRY_SCHEMA, settings.startup_wait_s)
+        await archive.add_keys(owners)
         watchers = Watchers(settings.watch_queue)
         leases = RedisLeases(redis)
         hub = SwarmHub(leases, watchers, lease_ttl_s=settings.lease_ttl_s, poll_s=settings.poll_s)
@@ -95,27 +90,6 @@ def _facts(settings: RegistrySettings, signer: TokenSigner) -> SwarmFacts:
         enrolment_ttl_s=settings.enrolment_ttl_s,
         dht_peers=tuple(settings.dht_peers),
     )
-
-
-async def _prepare_database(
-    engine: AsyncEngine, archive: SqlArchive, owners: dict[str, KeyOwner], wait_s: float
-) -> None:
-    """Check the schema and store the bootstrap keys, waiting for the database if it is not up yet."""
-    give_up_at = time.monotonic() + wait_s
-    attempt = 0
-    while True:
-        try:
-            async with engine.connect() as db:
-                await db.run_sync(check_version)
-            await archive.add_keys(owners)
-            return
-        except (OperationalError, Unavailable) as error:
-            pause_s = backoff_s(attempt, 0.1, 2.0)
-            if time.monotonic() + pause_s > give_up_at:
-                raise Unavailable(f"the database did not answer for {wait_s:g} s; is it running?") from error
-            get_logger("services.registry").info("database.awaited", attempt=attempt)
-        attempt += 1
-        await asyncio.sleep(pause_s)
 
 
 async def _take_over(leases: RedisLeases, lease_ttl_s: float) -> None:

@@ -12,9 +12,9 @@ from urllib.parse import unquote
 import grpc.aio
 
 from services.chassis.auth import MethodPolicy, Scheme, allow, current_claims
+from services.chassis.models import EVERY_MODEL, Wanted, choose
 from services.registry.adopt import Adopter
 from services.registry.announce import AnnounceStream, Announcing
-from services.registry.domain.models import EVERY_MODEL, Wanted, choose
 from services.registry.domain.pages import after, batches, page_size
 from services.registry.frames import frames
 from services.registry.watchers import Watchers

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from services.registry.domain.models import EVERY_MODEL, Wanted
+from services.chassis.models import EVERY_MODEL, Wanted
 from services.registry.domain.picture import narrow
 from shoal.swarm.snapshot import Delta, Server, SwarmSnapshot
 from shoal.wire.errors import QueueFull

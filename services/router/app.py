@@ -6,13 +6,22 @@ import asyncio
 import math
 from functools import partial
 
+from sqlalchemy.ext.asyncio import AsyncEngine
+
 from services.chassis.auth import AuthInterceptor
 from services.chassis.loops import StopSignal, serve_until_stopped
+from services.chassis.schema import await_schema
 from services.chassis.server import Mount, build_server
+from services.chassis.storage import database_engine
+from services.router import rebalance
+from services.router.directives import RegistryDirectives
+from services.router.driver import PlanDriver
 from services.router.registry_client import SwarmPicture, watch_frames
+from services.router.schema import ROUTER_SCHEMA
 from services.router.service import POLICY, SERVICE, RouterService
 from services.router.settings import RouterSettings
-from shoal.v1 import router_pb2_grpc
+from services.router.store_plans_sql import SqlPlans
+from shoal.v1 import rebalance_pb2_grpc, router_pb2_grpc
 from shoal.wire.errors import ShoalError
 from shoal.wire.membership import Membership
 from shoal.wire.swarm_url import SwarmUrl, resolve_swarm
@@ -24,8 +33,22 @@ async def run(settings: RouterSettings, stop: StopSignal) -> None:
 
     Raises:
         NotAuthenticated: if the registry is not the one of the URL, or refuses the API key.
+        Incompatible: if the database's schema is older than this software.
+        Unavailable: if the database does not answer within `startup_wait_s`.
         InvalidRequest: if the URL, the key or a file is wrong.
     """
+    database_url = settings.database_url.get_secret_value()
+    engine = database_engine(database_url) if database_url else None
+    try:
+        if engine is not None:
+            await await_schema(engine, ROUTER_SCHEMA, settings.startup_wait_s)
+        await _serve(settings, stop, engine)
+    finally:
+        if engine is not None:
+            await engine.dispose()
+
+
+async def _serve(settings: RouterSettings, stop: StopSignal, engine: AsyncEngine | None) -> None:
     url, api_key = resolve_swarm(settings.swarm or None, settings.api_key.get_secret_value() or None)
     certificate = load_or_create_certificate(settings.state_dir, ROUTER_NAME)
     member = await _join(url, api_key, stop)
@@ -34,10 +57,18 @@ async def run(settings: RouterSettings, stop: StopSignal) -> None:
     async with member:
         picture = SwarmPicture(watch_frames(lambda: member.registry), settings.longest_pause_s)
         service = RouterService(lambda: picture.snapshot)
-        auth = AuthInterceptor(POLICY, lambda: member.key_set)
-        mount = Mount(SERVICE, partial(router_pb2_grpc.add_RouterServiceServicer_to_server, service))
-        server = build_server([mount], settings.listen, certificate, auth)
+        mounts = [Mount(SERVICE, partial(router_pb2_grpc.add_RouterServiceServicer_to_server, service))]
         loops = {"watch": picture.run(), "membership": member.run()}
+        if engine is not None:
+            store = SqlPlans(engine)
+            directives = RegistryDirectives(lambda: member.registry)
+            driver = PlanDriver(store, directives, lambda: picture.snapshot, settings.plan_pause_s)
+            plans = rebalance.RebalanceService(store, driver, lambda: picture.snapshot)
+            add = partial(rebalance_pb2_grpc.add_RebalanceServiceServicer_to_server, plans)
+            mounts.append(Mount(rebalance.SERVICE, add))
+            loops["plans"] = driver.run()
+        auth = AuthInterceptor({**POLICY, **rebalance.POLICY}, lambda: member.key_set)
+        server = build_server(mounts, settings.listen, certificate, auth)
         await serve_until_stopped(server, stop, settings, loops)
 
 

@@ -17,6 +17,14 @@ class RouterSettings(ServiceSettings):
         default=SecretStr(""),
         description="API key with the role service; empty takes $SHOAL_API_KEY or the user's file",
     )
+    database_url: SecretStr = Field(
+        default=SecretStr(""),
+        description="postgresql://USER:PASSWORD@HOST:PORT/NAME, where plans are kept; without it there are none",
+    )
+    startup_wait_s: float = Field(default=60.0, ge=0, description="seconds to wait for the database at start")
+    plan_pause_s: float = Field(
+        default=1.0, gt=0, le=60, description="seconds between two looks at plans that are being applied"
+    )
     longest_pause_s: float = Field(
         default=2.0, gt=0, le=60, description="most seconds between two tries to reach the registry"
     )

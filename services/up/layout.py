@@ -22,6 +22,9 @@ from services.up.embedded import free_port
 from shoal.wire.errors import AlreadyExists
 from shoal.wire.private_files import load_or_create_private, write_private
 
+# Each role's account.
+_ACCOUNTS = {"user": "local", "server": "local", "service": "router", "operator": "local"}
+
 
 def default_data_dir() -> Path:
     """Return the folder when none is given. PostgreSQL of root runs as `nobody`, which cannot enter root's home."""
@@ -35,6 +38,7 @@ class Keys:
     user: str
     server: str
     service: str
+    operator: str
 
 
 class DataFolder:
@@ -72,13 +76,12 @@ class DataFolder:
         """Read the API keys, or make them. The registry reads the same file: one key, account and role each."""
 
         def create() -> bytes:
-            entries = [
-                {"key": secrets.token_urlsafe(32), "account": account, "role": role}
-                for role, account in (("user", "local"), ("server", "local"), ("service", "router"))
-            ]
-            return json.dumps(entries, indent=2).encode()
+            return _key_entries([])
 
         entries = json.loads(load_or_create_private(self.keys_file, create))
+        if len(entries) < len(_ACCOUNTS):  # of older software, which knew fewer roles
+            write_private(self.keys_file, content := _key_entries(entries))
+            entries = json.loads(content)
         return Keys(**{entry["role"]: entry["key"] for entry in entries})
 
     def registry_port(self, wanted: int, host: str) -> int:
@@ -117,6 +120,17 @@ class DataFolder:
             file.write(str(os.getpid()))
             file.flush()
             yield
+
+
+def _key_entries(known: list[dict[str, str]]) -> bytes:
+    """Return the keys file with a new key for each role that has none."""
+    have = {entry["role"] for entry in known}
+    new = [
+        {"key": secrets.token_urlsafe(32), "account": account, "role": role}
+        for role, account in _ACCOUNTS.items()
+        if role not in have
+    ]
+    return json.dumps(known + new, indent=2).encode()
 
 
 def _is_free(host: str, port: int) -> bool:

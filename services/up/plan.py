@@ -113,7 +113,7 @@ def registry(folder: DataFolder, at: Addresses, database_url: str, redis_url: st
     )
 
 
-def router(folder: DataFolder, at: Addresses, keys: Keys) -> Child:
+def router(folder: DataFolder, at: Addresses, keys: Keys, database_url: str) -> Child:
     """Return how to start the router."""
     return _service(
         ROUTER,
@@ -123,7 +123,7 @@ def router(folder: DataFolder, at: Addresses, keys: Keys) -> Child:
             *("--advertise", join_address(at.public_host, at.router_port)),
             *("--swarm", str(at.url)),
         ),
-        {"SHOAL_ROUTER_API_KEY": keys.service},
+        {"SHOAL_ROUTER_API_KEY": keys.service, "SHOAL_ROUTER_DATABASE_URL": database_url},
     )
 
 

@@ -102,7 +102,7 @@ class Swarm:
         self.upgrade_schema(database_url)
         control = [
             plan.registry(self.folder, self.addresses, database_url, redis_url),
-            plan.router(self.folder, self.addresses, self.keys),
+            plan.router(self.folder, self.addresses, self.keys, database_url),
             plan.dht_node(self.folder, self.addresses, self.keys),
         ]
         servers = plan.block_servers(self.folder, self.addresses, self.keys, self.options, os.cpu_count() or 1)

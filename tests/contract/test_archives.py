@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from services.chassis.storage import database_engine
 from services.registry.domain.pins import Pins
-from services.registry.schema import upgrade
+from services.registry.schema import REGISTRY_SCHEMA
 from services.registry.store_archive import Archive, KeyOwner, MemoryArchive, Placement, Sighting
 from services.registry.store_archive_sql import SqlArchive
 from services.registry.tables import model_blocks, models, servers
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("postgres_server_url")
 
 @pytest.fixture(scope="module")
 def database_url(module_postgres_url: str) -> str:
-    upgrade(module_postgres_url)
+    REGISTRY_SCHEMA.upgrade(module_postgres_url)
     return module_postgres_url
 
 

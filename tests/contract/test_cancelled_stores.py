@@ -20,7 +20,7 @@ from services.chassis.storage import database_engine, redis_client
 from services.registry.domain.fencing import NEW_STREAM, Claim
 from services.registry.domain.picture import Position
 from services.registry.domain.pins import Pins
-from services.registry.schema import upgrade
+from services.registry.schema import REGISTRY_SCHEMA
 from services.registry.store_archive import Placement, Sighting
 from services.registry.store_archive_sql import SqlArchive
 from services.registry.store_leases_redis import RedisLeases
@@ -92,7 +92,7 @@ async def test_cp01_every_reader_gets_its_own_answer_after_others_were_cancelled
 
 @pytest.fixture
 async def engine(postgres_url: str) -> AsyncIterator[AsyncEngine]:
-    upgrade(postgres_url)
+    REGISTRY_SCHEMA.upgrade(postgres_url)
     engine = database_engine(postgres_url, pool_size=2)
     yield engine
     await engine.dispose()

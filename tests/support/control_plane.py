@@ -20,7 +20,8 @@ from typing import Any, Self
 import grpc.aio
 
 from services.chassis.ready import read_ready
-from services.registry.schema import upgrade
+from services.registry.schema import REGISTRY_SCHEMA
+from services.router.schema import ROUTER_SCHEMA
 from services.up.children import LeashedChild
 from services.up.embedded import free_port
 from shoal.v1 import common_pb2, registry_pb2, registry_pb2_grpc, swarm_pb2
@@ -68,7 +69,11 @@ class ControlPlane:
         self.folder = folder
         self.keys = {role: new_id() for role in Role}
         self.children: dict[str, LeashedChild] = {}
-        self._stores = {"SHOAL_REGISTRY_DATABASE_URL": database_url, "SHOAL_REGISTRY_REDIS_URL": redis_url}
+        self._stores = {
+            "SHOAL_REGISTRY_DATABASE_URL": database_url,
+            "SHOAL_REGISTRY_REDIS_URL": redis_url,
+            "SHOAL_ROUTER_DATABASE_URL": database_url,
+        }
         self._database_url = database_url
         self._options = ("--lease-ttl-s", str(lease_ttl_s), "--no-verify-reachability", *options)
         self._ports = {"registry": free_port(), "router": free_port()}
@@ -85,7 +90,8 @@ class ControlPlane:
 
     def __enter__(self) -> Self:
         try:
-            upgrade(self._database_url)
+            for schema in (REGISTRY_SCHEMA, ROUTER_SCHEMA):
+                schema.upgrade(self._database_url)
             self.start("registry")
             self.start("router")
             for name in ("registry", "router"):

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from services.chassis.models import EVERY_MODEL
 from services.registry.announce import AnnounceStream, Announcing
 from services.registry.domain.fencing import Claim
-from services.registry.domain.models import EVERY_MODEL
 from services.registry.domain.picture import Position
 from services.registry.domain.pins import Pins
 from services.registry.history import HistoryWriter

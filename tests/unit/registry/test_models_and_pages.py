@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.registry.domain.models import EVERY_MODEL, Wanted, choose
+from services.chassis.models import EVERY_MODEL, Wanted, choose
 from services.registry.domain.pages import MOST_PAGE_BYTES, after, batches, page_size
 from shoal.swarm.snapshot import ModelKey
 from shoal.wire.errors import InvalidRequest, UnknownModel

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.registry.domain.models import EVERY_MODEL, Wanted
+from services.chassis.models import EVERY_MODEL, Wanted
 from services.registry.domain.pages import MOST_PAGE_BYTES
 from services.registry.frames import frames
 from services.registry.watchers import Watchers

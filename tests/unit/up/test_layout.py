@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from services.up.layout import DataFolder, reachable_host
 from shoal.wire.errors import AlreadyExists
+from shoal.wire.private_files import write_private
 
 
 def test_a_second_owner_is_refused_with_the_first_ones_pid(tmp_path: Path) -> None:
@@ -24,8 +27,19 @@ def test_a_second_owner_is_refused_with_the_first_ones_pid(tmp_path: Path) -> No
 
 def test_keys_differ_and_stay(tmp_path: Path) -> None:
     keys = DataFolder(tmp_path / "data").keys()
-    assert len({keys.user, keys.server, keys.service}) == 3
+    assert len({keys.user, keys.server, keys.service, keys.operator}) == 4
     assert DataFolder(tmp_path / "data").keys() == keys
+
+
+def test_keys_of_an_older_folder_are_kept_and_the_missing_one_is_made(tmp_path: Path) -> None:
+    folder = DataFolder(tmp_path / "data")
+    keys = folder.keys()
+    entries = json.loads(folder.keys_file.read_text())
+    write_private(folder.keys_file, json.dumps([one for one in entries if one["role"] != "operator"]).encode())
+    upgraded = DataFolder(tmp_path / "data").keys()
+    assert replace(upgraded, operator="") == replace(keys, operator="")
+    assert upgraded.operator not in ("", keys.operator)
+    assert folder.keys() == upgraded
 
 
 def test_others_may_pass_through_but_not_look(tmp_path: Path) -> None:

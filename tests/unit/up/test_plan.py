@@ -14,7 +14,7 @@ from shoal.wire.errors import InvalidRequest, NotFound, Unsupported
 from shoal.wire.swarm_url import SwarmUrl
 
 PEER = "/ip4/127.0.0.1/tcp/7002/p2p/12D3KooW"
-KEYS = Keys("user-s3cr3t", "server-s3cr3t", "service-s3cr3t")
+KEYS = Keys("user-s3cr3t", "server-s3cr3t", "service-s3cr3t", "operator-s3cr3t")
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_no_secret_is_an_argument(model: Path, tmp_path: Path) -> None:
     folder, at = DataFolder(tmp_path / "data"), addresses((0, 0))
     children = [
         plan.registry(folder, at, "postgresql://u:database-s3cr3t@h/d", "redis://:redis-s3cr3t@h"),
-        plan.router(folder, at, KEYS),
+        plan.router(folder, at, KEYS, "postgresql://u:database-s3cr3t@h/d"),
         *plan.block_servers(folder, at, KEYS, plan.Options(model, 2), cores=2),
     ]
     arguments = " ".join(part for child in children for part in child.command)

@@ -83,6 +83,16 @@ def test_swarm_is_looked_for_in_three_places(tmp_path: Path) -> None:
     assert resolve_swarm(URL, "own-key", environment) == (parsed, "own-key")
 
 
+def test_who_changes_the_swarm_gets_the_operators_key_if_there_is_one(tmp_path: Path) -> None:
+    here = {"SHOAL_CONFIG_DIR": str(tmp_path)}
+    SwarmFile(URL, "file-key").write(swarm_file_path(here))
+    assert resolve_swarm(environ=here, operator=True)[1] == "file-key"
+    SwarmFile(URL, "file-key", operator_key="operator's").write(swarm_file_path(here))
+    assert resolve_swarm(environ=here, operator=True)[1] == "operator's"
+    assert resolve_swarm(environ=here)[1] == "file-key"
+    assert "operator's" not in repr(SwarmFile.read(swarm_file_path(here)))
+
+
 def test_key_of_the_file_is_not_given_to_another_swarm(tmp_path: Path) -> None:
     here = {"SHOAL_CONFIG_DIR": str(tmp_path)}
     SwarmFile(URL, "file-key").write(swarm_file_path(here))

@@ -23,7 +23,12 @@ from shoal.wire.errors import InvalidRequest, ShoalError, Unavailable, Unsupport
 ENTRY_POINTS = "shoal.commands"
 
 OWN: Mapping[str, str] = MappingProxyType(
-    {"generate": "shoal.cli.generate", "status": "shoal.cli.status", "model": "shoal.cli.model"}
+    {
+        "generate": "shoal.cli.generate",
+        "status": "shoal.cli.status",
+        "model": "shoal.cli.model",
+        "rebalance": "shoal.cli.rebalance",
+    }
 )
 # Commands of the services, and the extra of `shoal-services` that each one needs.
 OF_SERVICES: Mapping[str, str] = MappingProxyType(

@@ -110,6 +110,7 @@ class SwarmFile:
     state_dir: str = ""
     model: str = ""
     initial_peers: tuple[str, ...] = ()
+    operator_key: str = field(default="", repr=False)
 
     def write(self, path: Path | None = None) -> None:
         """Write the file at once, to the default place unless told otherwise."""
@@ -149,11 +150,15 @@ def known_peers(url: SwarmUrl) -> tuple[str, ...]:
 
 
 def resolve_swarm(
-    url: str | None = None, api_key: str | None = None, environ: Mapping[str, str] | None = None
+    url: str | None = None,
+    api_key: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    operator: bool = False,
 ) -> tuple[SwarmUrl, str]:
     """Find the swarm and the key: the arguments, else the environment, else the file that `shoal up` wrote.
 
-    A key from the file is used only with the file's own URL.
+    A key from the file is used only with the file's own URL; `operator` takes the one that may change the swarm.
 
     Raises:
         InvalidRequest: if one is missing (the message names all three places) or malformed.
@@ -168,7 +173,7 @@ def resolve_swarm(
     found = SwarmUrl.parse(text)
     key = api_key or environ.get(API_KEY_VARIABLE)
     if not key and file and SwarmUrl.parse(file.url) == found:
-        key = file.api_key
+        key = (operator and file.operator_key) or file.api_key
     if not key:
         raise InvalidRequest(
             f"no API key given for {found.address}: pass api_key=..., or set " + places.format(API_KEY_VARIABLE)

@@ -27,10 +27,12 @@ def upgrade(
 ) -> None:
     """Bring the schema of each service to the version that this software needs. Safe to run again, and at once."""
     # Loaded here, so that `shoal --help` need not wait for it.
-    from services.registry.schema import upgrade as upgrade_registry
+    from services.registry.schema import REGISTRY_SCHEMA
+    from services.router.schema import ROUTER_SCHEMA
 
-    before, after = upgrade_registry(database_url)
+    done = {schema.name: schema.upgrade(database_url) for schema in (REGISTRY_SCHEMA, ROUTER_SCHEMA)}
     if json:
-        emit({"registry": {"before": before, "after": after}})
+        emit({name: {"before": before, "after": after} for name, (before, after) in done.items()})
     else:
-        typer.echo(f"registry: {before} -> {after}" if before != after else f"registry: at {after}, nothing to do")
+        for name, (before, after) in done.items():
+            typer.echo(f"{name}: {before} -> {after}" if before != after else f"{name}: at {after}, nothing to do")

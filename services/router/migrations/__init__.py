@@ -1,0 +1,1 @@
+"""The router's migrations. Only `shoal db upgrade` runs them."""
