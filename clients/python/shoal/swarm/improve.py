@@ -17,7 +17,7 @@ from shoal.swarm.spans import Span
 # A layout this close to the most that its servers could ever do is not improved any more.
 _GOOD_ENOUGH = 0.995
 _MOST_SWEEPS = 12
-_FRUITLESS_SHAKES = 10
+_FRUITLESS_SHAKES = 6
 
 
 def improved(request: PlacementRequest) -> list[Layout]:

@@ -100,7 +100,7 @@ class PlacementRequest:
     move_cost: MoveCost = MoveCost()
     seed: int = 0
     evaluations: int = 60_000
-    programs: int = 60
+    programs: int = 40
     partial: bool = False
     mix_classes: bool = True
 

@@ -126,18 +126,22 @@ def _plan(request: PlacementRequest) -> Placement:
         best = found if found.score.beats(best.score) else best
     best = _without_slow(request, best, scorer)
     best = polished(request, best, scorer)
-    best = best if _worth_it(request, base, best) else _without_slow(request, base, scorer)
+    moves_somebody = any(one.movable and one.span for one in request.candidates)
+    if moves_somebody and not _worth_it(request, base, best):
+        best = _without_slow(request, base, scorer)
     order = order_moves(request.num_blocks, request.candidates, _by_id(request, best.layout))
-    if order.unsafe:
+    dropped = order.unsafe
+    if dropped:
         best = scorer([order.spans[one.server_id] for one in request.candidates])
-        if not _worth_it(request, today, best):
-            return _placement(request, today, today, _NO_MOVES, order.unsafe)
-    return _placement(request, today, best, order, order.unsafe)
+        if not _worth_it(request, base, best):
+            best, order = base, order_moves(request.num_blocks, request.candidates, _by_id(request, base.layout))
+    return _placement(request, today, best, order, dropped)
 
 
 def _only_new(request: PlacementRequest, today: Scored, scorer: Scorer) -> Scored:
     """Place only the servers that hold nothing: what a plan that moves others is measured against."""
-    if not any(one.span is None and one.movable for one in request.candidates):
+    movable = [one for one in request.candidates if one.movable]
+    if all(one.span for one in movable) or not any(one.span for one in movable):
         return today
     fixed = [one if one.span is None else replace(one, can_hold=False) for one in request.candidates]
     return scorer(improved(replace(request, candidates=fixed))[0])
