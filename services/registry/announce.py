@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
+from services.registry.directives import DirectiveDesk
 from services.registry.domain.fencing import NEW_STREAM, Claim
 from services.registry.history import HistoryWriter
 from services.registry.hub import SwarmHub
@@ -41,6 +42,7 @@ class Announcing:
     key_set: KeySet
     # None believes every address.
     reach: Reach | None = None
+    desk: DirectiveDesk | None = None
 
 
 class AnnounceStream:
@@ -59,6 +61,11 @@ class AnnounceStream:
         self._stream = NEW_STREAM
         self.enrolling: str | None = None
         self._log = get_logger("services.registry.announce")
+
+    @property
+    def server_id(self) -> str:
+        """The server's id; empty before its first record."""
+        return self._server.server_id if self._server is not None else ""
 
     async def follow(self, requests: AsyncIterator[registry_pb2.AnnounceServerRequest]) -> AsyncIterator[Grant]:
         """Yield a grant for each message; end after the server ended the stream or said that it is going.
@@ -93,6 +100,8 @@ class AnnounceStream:
             self.enrolling = self._announced().server_id
         elif frame == "heartbeat":
             self._take_heartbeat(request.heartbeat)
+            if self._parts.desk is not None and request.heartbeat.directives:
+                await self._parts.desk.take_reports(self._announced().server_id, request.heartbeat.directives)
         else:
             raise InvalidRequest("an announce message needs a record or a heartbeat")
         server = self._announced()

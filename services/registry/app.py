@@ -12,6 +12,7 @@ from services.chassis.schema import await_schema
 from services.chassis.server import Mount, build_server
 from services.chassis.storage import database_engine, redis_client
 from services.registry.announce import Announcing
+from services.registry.directives import DirectiveDesk
 from services.registry.health import report_stores
 from services.registry.history import HistoryWriter
 from services.registry.hub import SwarmHub
@@ -22,6 +23,7 @@ from services.registry.schema import REGISTRY_SCHEMA
 from services.registry.service import POLICY, SERVICE, RegistryService, SwarmFacts
 from services.registry.settings import RegistrySettings
 from services.registry.store_archive_sql import SqlArchive
+from services.registry.store_directives import RedisDirectives
 from services.registry.store_leases_redis import RedisLeases
 from services.registry.watchers import Watchers
 from shoal.v1 import registry_pb2, registry_pb2_grpc
@@ -58,17 +60,23 @@ async def run(settings: RegistrySettings, stop: StopSignal) -> None:
         leases = RedisLeases(redis)
         hub = SwarmHub(leases, watchers, lease_ttl_s=settings.lease_ttl_s, poll_s=settings.poll_s)
         history = HistoryWriter(archive)
+        desk = DirectiveDesk(RedisDirectives(redis), hub, settings.poll_s, settings.lease_ttl_s)
         announcing = Announcing(
-            leases, PinBoard(archive), history, hub, settings.lease_ttl_s, signer.key_set(), _reach(settings)
+            leases, PinBoard(archive), history, hub, settings.lease_ttl_s, signer.key_set(), _reach(settings), desk
         )
         facts = _facts(settings, signer)
-        service = RegistryService(facts, announcing, watchers)
+        service = RegistryService(facts, announcing, watchers, desk)
         auth = AuthInterceptor(POLICY, signer.key_set, KeyRing(archive, signer.swarm_id).check)
         mount = Mount(SERVICE, partial(registry_pb2_grpc.add_RegistryServiceServicer_to_server, service))
         server = build_server([mount], settings.listen, certificate, auth)
         await _take_over(leases, settings.lease_ttl_s)
         await hub.refresh()  # so that the first watcher is not told of an empty swarm
-        loops = {"hub": hub.run(), "history": history.run(), "health": report_stores(server, hub, archive)}
+        loops = {
+            "hub": hub.run(),
+            "directives": desk.run(),
+            "history": history.run(),
+            "health": report_stores(server, hub, archive),
+        }
         await serve_until_stopped(server, stop, settings, loops)
         await _last_words(history)
     finally:

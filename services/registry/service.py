@@ -10,19 +10,28 @@ from typing import Any
 from urllib.parse import unquote
 
 import grpc.aio
+from google.protobuf.duration_pb2 import Duration
 
 from services.chassis.auth import MethodPolicy, Scheme, allow, current_claims
 from services.chassis.models import EVERY_MODEL, Wanted, choose
 from services.registry.adopt import Adopter
 from services.registry.announce import AnnounceStream, Announcing
+from services.registry.directives import OPERATORS_S, DirectiveDesk
 from services.registry.domain.pages import after, batches, page_size
 from services.registry.frames import frames
 from services.registry.watchers import Watchers
 from shoal.swarm.coverage import block_coverage
 from shoal.v1 import common_pb2, registry_pb2, registry_pb2_grpc, swarm_pb2
-from shoal.wire.clock import now_s, to_duration, to_timestamp
+from shoal.wire.clock import from_duration, now_s, to_duration, to_timestamp
 from shoal.wire.errors import InvalidRequest, QueueFull
-from shoal.wire.records import MAX_NAME_CHARACTERS, PROTOCOL, check_protocol, model_to_proto, server_to_entry
+from shoal.wire.records import (
+    MAX_DURATION_S,
+    MAX_NAME_CHARACTERS,
+    PROTOCOL,
+    check_protocol,
+    model_to_proto,
+    server_to_entry,
+)
 from shoal.wire.tokens import Role, TokenSigner
 
 SERVICE = "shoal.v1.RegistryService"
@@ -34,6 +43,11 @@ POLICY: Mapping[str, MethodPolicy] = MappingProxyType(
         f"/{SERVICE}/GetCoverage": allow(),
         f"/{SERVICE}/WatchSwarm": allow(),
         f"/{SERVICE}/AdoptRecords": allow(Role.SERVICE, Role.OPERATOR),
+        f"/{SERVICE}/DirectServers": allow(Role.SERVICE, Role.OPERATOR),
+        f"/{SERVICE}/GetDirectives": allow(Role.SERVICE, Role.OPERATOR),
+        f"/{SERVICE}/DrainServer": allow(Role.OPERATOR),
+        f"/{SERVICE}/PauseServer": allow(Role.OPERATOR),
+        f"/{SERVICE}/ResumeServer": allow(Role.OPERATOR),
     }
 )
 # A watcher whose connection takes nothing for so long is stuck, not slow.
@@ -53,13 +67,14 @@ class SwarmFacts:
 
 
 class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
-    """Answers from the hub's snapshot; only announcements reach a store."""
+    """Answers from the hub's snapshot; only announcements and directives reach a store."""
 
-    def __init__(self, facts: SwarmFacts, announcing: Announcing, watchers: Watchers) -> None:
+    def __init__(self, facts: SwarmFacts, announcing: Announcing, watchers: Watchers, desk: DirectiveDesk) -> None:
         self._facts = facts
         self._announcing = announcing
         self._hub = announcing.hub
         self._watchers = watchers
+        self._desk = desk
         self._adopter = Adopter(announcing)
         self._token_keys = facts.signer.key_set().to_protos()
 
@@ -89,8 +104,8 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
         request_iterator: AsyncIterator[registry_pb2.AnnounceServerRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[registry_pb2.AnnounceServerResponse]:
-        """Grant a lease for each record and heartbeat."""
-        account = current_claims().account
+        """Grant a lease for each record and heartbeat, and tell the server what it is to do."""
+        account, told = current_claims().account, set[str]()
         stream = AnnounceStream(self._announcing, account, seen_from=_host(context.peer()))
         async for grant in stream.follow(aiter(request_iterator)):
             lease = registry_pb2.LeaseGranted(
@@ -101,6 +116,9 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
                 enrolment=self._enrol(account, stream.enrolling),
             )
             yield registry_pb2.AnnounceServerResponse(lease=lease)
+            for directive in self._desk.of_server(stream.server_id, told):
+                told.add(directive.directive_id)
+                yield registry_pb2.AnnounceServerResponse(directive=directive)
 
     def _enrol(self, account: str, server_id: str | None) -> str:
         facts = self._facts
@@ -113,6 +131,43 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
         counts, revision = await self._adopter.adopt(request.records)
         listed = [registry_pb2.AdoptCount(outcome=outcome, count=counts[outcome]) for outcome in sorted(counts)]
         return registry_pb2.AdoptRecordsResponse(counts=listed, revision=revision)
+
+    async def DirectServers(
+        self, request: registry_pb2.DirectServersRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> registry_pb2.DirectServersResponse:
+        """Give directives to servers."""
+        return registry_pb2.DirectServersResponse(directives=await self._desk.give(request.directives))
+
+    async def GetDirectives(
+        self, request: registry_pb2.GetDirectivesRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> registry_pb2.GetDirectivesResponse:
+        """Tell how far directives are."""
+        return registry_pb2.GetDirectivesResponse(directives=await self._desk.find(request))
+
+    async def DrainServer(
+        self, request: registry_pb2.DrainServerRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> registry_pb2.DrainServerResponse:
+        """Let a server hand over its sessions and go."""
+        order = registry_pb2.Directive(directive_id=request.request_id, drain=_drain_order(request.grace))
+        one = registry_pb2.DirectiveFor(server_id=request.server_id, directive=order)
+        return registry_pb2.DrainServerResponse(directive=await self._desk.give_leaving(one, force=request.force))
+
+    async def PauseServer(
+        self, request: registry_pb2.PauseServerRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> registry_pb2.PauseServerResponse:
+        """Let a server hand over its sessions and stay idle."""
+        order = registry_pb2.Directive(directive_id=request.request_id, pause=_drain_order(request.grace))
+        one = registry_pb2.DirectiveFor(server_id=request.server_id, directive=order)
+        return registry_pb2.PauseServerResponse(directive=await self._desk.give_leaving(one, force=request.force))
+
+    async def ResumeServer(
+        self, request: registry_pb2.ResumeServerRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> registry_pb2.ResumeServerResponse:
+        """Let a paused server serve again."""
+        order = registry_pb2.Directive(directive_id=request.request_id, resume=registry_pb2.ResumeOrder())
+        order.expires_at.CopyFrom(to_timestamp(now_s() + OPERATORS_S))
+        one = registry_pb2.DirectiveFor(server_id=request.server_id, directive=order)
+        return registry_pb2.ResumeServerResponse(directive=(await self._desk.give([one]))[0])
 
     async def ListServers(
         self, request: registry_pb2.ListServersRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -157,6 +212,12 @@ class RegistryService(registry_pb2_grpc.RegistryServiceServicer):
                             await context.write(frame)
                     except TimeoutError:
                         raise QueueFull(f"nothing was read for {WRITE_TIMEOUT_S:g} s; watch again") from None
+
+
+def _drain_order(grace: Duration) -> registry_pb2.DrainOrder:
+    if not 0 <= from_duration(grace) <= MAX_DURATION_S:
+        raise InvalidRequest(f"the grace must be between 0 and {MAX_DURATION_S:.0f} s, got {from_duration(grace):g}")
+    return registry_pb2.DrainOrder(grace=grace)
 
 
 def _host(peer: str) -> str:

@@ -44,7 +44,7 @@ class Registry:
         leases, archive = MemoryLeases(now_s), MemoryArchive()
         hub = SwarmHub(leases, self.watchers, lease_ttl_s=15.0, poll_s=0.1)
         parts = Announcing(leases, PinBoard(archive), HistoryWriter(archive), hub, 15.0, self.signer.key_set())
-        service = RegistryService(SwarmFacts(self.signer, (), 60.0, 5.0, 60.0, ()), parts, self.watchers)
+        service = RegistryService(SwarmFacts(self.signer, (), 60.0, 5.0, 60.0, ()), parts, self.watchers, desk)
         self.certificate: Certificate = make_certificate(REGISTRY_NAME)
         mount = Mount(SERVICE, partial(registry_pb2_grpc.add_RegistryServiceServicer_to_server, service))
         auth = AuthInterceptor(POLICY, self.signer.key_set)
