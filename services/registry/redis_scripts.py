@@ -1,4 +1,4 @@
-"""Runs Lua scripts in Redis or Valkey: atomic, by Redis's own clock, loaded again when a restarted server lacks them."""
+"""Runs Lua scripts in Redis or Valkey: atomic, by its own clock, loaded again when a restarted server lacks them."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from shoal.wire.status import from_rpc_error
 from shoal.wire.swarm_url import SwarmUrl, split_address
 from shoal.wire.tls import REGISTRY_NAME, ROUTER_NAME, certificate_path, fingerprint, load_or_create_certificate
 from shoal.wire.tokens import Role
-from tests.support.records import make_record
+from tests.support.records import block_hashes, make_record
 
 HEARTBEAT_S = 0.2
 LEASE_TTL_S = 3.0
@@ -173,6 +173,10 @@ class FakeBlockServer:
         self._member = member
         self._template = make_record(self.key, start, end, **changes)
         self._sequence = 0
+        self.obeyed: list[registry_pb2.Directive] = []
+        self.spans: list[tuple[int, int]] = [(start, end)]
+        self._reports: dict[str, registry_pb2.DirectiveReport] = {}
+        self._changed = False
 
     @property
     def model(self) -> common_pb2.ModelId:
@@ -188,8 +192,30 @@ class FakeBlockServer:
     def heartbeat(self) -> registry_pb2.AnnounceServerRequest:
         """Return a heartbeat with the state as it is."""
         load = swarm_pb2.ServerLoad(free_token_blocks=4096, queue_delay=to_duration(0.001))
-        heartbeat = registry_pb2.ServerHeartbeat(state=self.state, load=load)
+        reports = list(self._reports.values())
+        heartbeat = registry_pb2.ServerHeartbeat(state=self.state, load=load, directives=reports)
         return registry_pb2.AnnounceServerRequest(heartbeat=heartbeat)
+
+    def obey(self, directive: registry_pb2.Directive) -> None:
+        """Do at once what a directive says, and report it from now on; one that was obeyed changes nothing."""
+        if directive.directive_id in self._reports:
+            return
+        self.obeyed.append(directive)
+        match directive.WhichOneof("order"):
+            case "hold_span":
+                span = directive.hold_span.span
+                self._template.span.CopyFrom(span)
+                del self._template.block_hashes[:]
+                self._template.block_hashes.extend(block_hashes(span.start, span.end))
+                self.spans.append((span.start, span.end))
+                self._changed = True
+            case "pause" | "drain":
+                self.state = swarm_pb2.SERVER_STATE_PAUSED
+            case "resume":
+                self.state = swarm_pb2.SERVER_STATE_ONLINE
+        self._reports[directive.directive_id] = registry_pb2.DirectiveReport(
+            directive_id=directive.directive_id, state=registry_pb2.DIRECTIVE_STATE_DONE
+        )
 
     async def announce_once(self) -> None:
         """Hold one announce stream until it ends.
@@ -201,9 +227,16 @@ class FakeBlockServer:
         call = stub.AnnounceServer()
         try:
             await call.write(self.record())
-            while await call.read() is not grpc.aio.EOF:
+            while (answer := await call.read()) is not grpc.aio.EOF:
+                if answer.WhichOneof("frame") == "directive":
+                    self.obey(answer.directive)
+                    continue
                 self.granted.set()
                 await asyncio.sleep(HEARTBEAT_S)
+                if self._changed:
+                    self._changed = False
+                    await call.write(self.record())
+                    await call.read()
                 await call.write(self.heartbeat())
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error

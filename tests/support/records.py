@@ -13,6 +13,11 @@ from shoal.wire.records import open_record, sign_record
 from shoal.wire.tls import make_certificate
 
 
+def block_hashes(start: int, end: int) -> list[bytes]:
+    """Return the hashes of the blocks of every server's model."""
+    return [hashlib.sha256(f"block {block}".encode()).digest() for block in range(start, end)]
+
+
 def make_record(key: IdentityKey, start: int = 0, end: int = 2, **changes: Any) -> swarm_pb2.ServerRecord:
     """Return an unsigned record of a server with `[start, end)` of 4 blocks; `changes` replace fields."""
     now = now_s()
@@ -22,7 +27,7 @@ def make_record(key: IdentityKey, start: int = 0, end: int = 2, **changes: Any) 
         "model": common_pb2.ModelId(prefix="tiny", config_digest=b"c" * 32, numeric_class="fp32"),
         "num_blocks": 4,
         "span": common_pb2.Span(start=start, end=end),
-        "block_hashes": [hashlib.sha256(f"block {block}".encode()).digest() for block in range(start, end)],
+        "block_hashes": block_hashes(start, end),
         "capacity": swarm_pb2.ServerCapacity(
             cache_token_blocks=4096, max_session_tokens=1024, max_session_rows=8, max_step_tokens=256
         ),

@@ -12,13 +12,16 @@ import pytest
 
 from services.chassis.auth import AuthInterceptor
 from services.chassis.server import Mount, ServiceServer, build_server
+from services.chassis.storage import redis_client
 from services.registry import service as registry_service
 from services.registry.announce import Announcing
+from services.registry.directives import DirectiveDesk
 from services.registry.history import HistoryWriter
 from services.registry.hub import SwarmHub
 from services.registry.pins import PinBoard
 from services.registry.service import POLICY, SERVICE, RegistryService, SwarmFacts
 from services.registry.store_archive import MemoryArchive
+from services.registry.store_directives import RedisDirectives
 from services.registry.store_leases import MemoryLeases
 from services.registry.watchers import Watchers
 from shoal.swarm.snapshot import Delta, Server
@@ -44,6 +47,8 @@ class Registry:
         leases, archive = MemoryLeases(now_s), MemoryArchive()
         hub = SwarmHub(leases, self.watchers, lease_ttl_s=15.0, poll_s=0.1)
         parts = Announcing(leases, PinBoard(archive), HistoryWriter(archive), hub, 15.0, self.signer.key_set())
+        nowhere = RedisDirectives(redis_client("redis://127.0.0.1:1"))
+        desk = DirectiveDesk(nowhere, hub, 1.0, 15.0)
         service = RegistryService(SwarmFacts(self.signer, (), 60.0, 5.0, 60.0, ()), parts, self.watchers, desk)
         self.certificate: Certificate = make_certificate(REGISTRY_NAME)
         mount = Mount(SERVICE, partial(registry_pb2_grpc.add_RegistryServiceServicer_to_server, service))
