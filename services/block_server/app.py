@@ -10,7 +10,7 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
@@ -21,7 +21,8 @@ from services.block_server.announcer import Announcer
 from services.block_server.calibrate import measure_speed
 from services.block_server.dht import DhtPresence, keep_linked, server_directory
 from services.block_server.engine.engine import Engine
-from services.block_server.facts import Facts, Lifecycle
+from services.block_server.facts import Facts
+from services.block_server.lifecycle import Lifecycle
 from services.block_server.loading import (
     build_engine,
     describe_server,
@@ -230,10 +231,8 @@ class _Server:
         self._announcer.announce_soon()
         if self._presence is not None:
             self._presence.announce_soon()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.stop_grace_s):
-                await self._servicer.wait_idle()
-        self._log.info("server.drained", sessions_left=self._servicer.open_streams)
+        ended = await self._servicer.leave(None, 0.0, self._settings.stop_grace_s)
+        self._log.info("server.drained", sessions_ended=ended)
         drained.request("drained")
 
     def _record(self) -> common_pb2.SignedEnvelope:

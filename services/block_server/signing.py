@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.block_server.facts import Facts, Lifecycle
+from services.block_server.facts import Facts
+from services.block_server.lifecycle import Lifecycle
 from shoal.swarm.snapshot import Load, ServerState, Speed
 from shoal.v1 import common_pb2, swarm_pb2
 from shoal.wire.clock import now_s, to_timestamp

@@ -16,7 +16,8 @@ import grpc.aio
 import torch
 
 from services.block_server.engine.engine import Engine
-from services.block_server.facts import Facts, Lifecycle
+from services.block_server.facts import Facts
+from services.block_server.lifecycle import Lifecycle
 from services.block_server.loading import build_engine, describe_server
 from services.block_server.service import SERVICE, BlockServer, policy
 from services.block_server.settings import BlockServerSettings

@@ -20,7 +20,8 @@ from urllib.parse import urlsplit, urlunsplit
 import torch
 
 from services.block_server.announcer import Announcer
-from services.block_server.facts import Facts, Lifecycle
+from services.block_server.facts import Facts
+from services.block_server.lifecycle import Lifecycle
 from services.block_server.signing import Announced, RecordSigner
 from shoal.models.families import describe
 from shoal.swarm.snapshot import Capacity, Load, ModelKey, ServerState

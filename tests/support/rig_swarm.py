@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -66,6 +68,7 @@ class RigSwarm:
         self._signer = TokenSigner(IdentityKey.generate(), SWARM_ID)
         self.servers_loop = LoopThread("rig-servers")
         self._stack = AsyncExitStack()
+        self._leaving: dict[int, asyncio.Task[int]] = {}
         self.rigs: list[BlockRig] = [
             self.servers_loop.run(self._start(folder, cut, dict(options or {}))) for cut in cuts
         ]
@@ -105,6 +108,38 @@ class RigSwarm:
     def stop(self, index: int) -> None:
         """Stop a server at once, as if it were killed."""
         self.servers_loop.run(self.rigs[index].server.stop(0))
+
+    def leave(self, index: int, move_s: float, grace_s: float = 0.0) -> None:
+        """Make a server take no new sessions and ask those it has to move; `left` waits until it is empty."""
+        rig = self.rigs[index]
+
+        async def begin() -> asyncio.Task[int]:
+            rig.lifecycle.state = ServerState.DRAINING
+            return asyncio.ensure_future(rig.servicer.leave(None, grace_s, move_s))
+
+        self._leaving[index] = self.servers_loop.run(begin())
+
+    def left(self) -> dict[int, int]:
+        """Wait until all servers that leave are empty; return how many sessions each had to end."""
+
+        async def wait(task: asyncio.Task[int]) -> int:
+            return await task
+
+        leaving, self._leaving = self._leaving, {}
+        return {index: self.servers_loop.run(wait(task)) for index, task in leaving.items()}
+
+    def after_steps(self, index: int, steps: int, do: Callable[[], None]) -> None:
+        """Call `do` on a thread of its own when a server is asked for its next step but `steps`."""
+        engine, left = self.rigs[index].engine, [steps]
+        begin = engine.begin
+
+        def counted(*args: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] == -1:
+                threading.Thread(target=do).start()
+            return begin(*args, **options)
+
+        engine.begin = counted  # type: ignore[method-assign]
 
     @property
     def pushed_steps(self) -> list[int]:
