@@ -130,7 +130,7 @@ class AnnouncedServer:
         self.lifecycle = Lifecycle()
         self.lifecycle.state = ServerState.ONLINE
         announced = Announced("127.0.0.1:4000", make_certificate(key.server_id).der, "announced", "test")
-        signer = RecordSigner(key, facts, self.lifecycle, announced, lambda: Load(1 << 20))
+        signer = RecordSigner(key, lambda: facts, self.lifecycle, announced, lambda: Load(1 << 20))
         self.announcer = Announcer(signer, member)
 
     @asynccontextmanager

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -96,10 +97,10 @@ class RigSwarm:
             certificate=rig.certificate.der,
             model=rig.facts.model,
             num_blocks=rig.facts.family.num_blocks,
-            span=rig.facts.span,
-            block_hashes=rig.facts.block_hashes,
-            state=ServerState.ONLINE,
-            capacity=rig.facts.capacity,
+            span=rig.servicer.facts.span,
+            block_hashes=rig.servicer.facts.block_hashes,
+            state=rig.lifecycle.state,
+            capacity=rig.servicer.facts.capacity,
             speed=Speed(0.001, 0.0001, 0.001),
             load=Load(1 << 20),
             record=Signed(b"", rig.facts.server_id, b""),
@@ -108,6 +109,18 @@ class RigSwarm:
     def stop(self, index: int) -> None:
         """Stop a server at once, as if it were killed."""
         self.servers_loop.run(self.rigs[index].server.stop(0))
+
+    def learn(self) -> None:
+        """Let the client plan on what the servers are now."""
+        addresses = [record.address for record in self.records]
+        self.records = [self._record(rig, address) for rig, address in zip(self.rigs, addresses, strict=True)]
+        self.connection._routes = SnapshotRoutes(SwarmSnapshot.of(self.records))
+
+    def change(self, work: Coroutine[Any, Any, None]) -> Future[None]:
+        """Let a server change; the result comes when it has."""
+        future = self.servers_loop.start(work)
+        assert future is not None
+        return future
 
     def leave(self, index: int, move_s: float, grace_s: float = 0.0) -> None:
         """Make a server take no new sessions and ask those it has to move; `left` waits until it is empty."""

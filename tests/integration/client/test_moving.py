@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from shoal.client.config import SequenceManagerConfig
 from shoal.swarm.snapshot import ServerState
 from shoal.wire.errors import NoRoute, ServerDraining
+from tests.support.at_token import AtToken
 from tests.support.failing import PROMPT, greedy
 from tests.support.rig_swarm import RigSwarm
 from tests.support.tiny_models import make_tiny
@@ -36,22 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def swarm(folder: Path) -> Iterator[RigSwarm]:
     with RigSwarm(folder, *CUTS, config=CONFIG) as running:
         yield running
-
-
-class AtToken:
-    """Calls a function when that many tokens have come, the prompt counted as one."""
-
-    def __init__(self, at: int, do: Callable[[], None]) -> None:
-        self._left = at
-        self._do = do
-
-    def put(self, _: torch.Tensor) -> None:
-        if self._left == 0:
-            self._do()
-        self._left -= 1
-
-    def end(self) -> None:
-        pass
 
 
 def server_of(swarm: RigSwarm, session: Any, hop: int) -> int:
