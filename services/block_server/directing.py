@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import assert_never
 
-from services.block_server.holding import Holding
+from services.block_server.holding import LOADING_FAILED, Holding
 from services.block_server.lifecycle import Lifecycle, Order, OrderKind, OrderState, Report
 from shoal.swarm.snapshot import ModelKey
 from shoal.v1 import registry_pb2 as pb
@@ -84,11 +84,7 @@ class Director:
         return [report_to_proto(report) for report in self._lifecycle.reports]
 
     async def run(self, model: ModelKey, holding: Holding) -> None:
-        """Carry out orders until the server has drained.
-
-        Raises:
-            ShoalError, RuntimeError: never for an order that fails, which is reported.
-        """
+        """Carry out orders until the server has drained. One that fails is reported."""
         while not self.drained.is_set():
             await self._given.wait()
             self._given.clear()
@@ -110,8 +106,7 @@ class Director:
             await self._obey(order, model, holding)
         except ShoalError as error:
             return error
-        # What torch and the system say when memory, files or the device fail.
-        except (RuntimeError, MemoryError, OSError) as error:
+        except LOADING_FAILED as error:
             self._log.exception("order.failed", directive_id=order.directive_id)
             return InternalError(f"{type(error).__name__}; the server's log has more")
         return None

@@ -14,7 +14,15 @@ from functools import partial
 from services.block_server.engine.engine import Engine
 from services.block_server.facts import Facts
 from services.block_server.lifecycle import Lifecycle
-from services.block_server.loading import describe_server, free_memory, in_thread, load_model, make_storage
+from services.block_server.loading import (
+    describe_server,
+    free_memory,
+    give_back_memory,
+    in_thread,
+    load_model,
+    make_storage,
+    usable_device,
+)
 from services.block_server.service import BlockServer
 from services.block_server.settings import BlockServerSettings
 from services.block_server.weights.span_model import SpanModel
@@ -26,6 +34,8 @@ from shoal.wire.logs import get_logger
 
 # Loading takes more than what is loaded: files are read, tensors are copied.
 _MARGIN = 1.25
+# What Shoal, torch and the system say when files, memory or the device fail.
+LOADING_FAILED = (ShoalError, RuntimeError, MemoryError, OSError)
 
 Announce = Callable[[], Awaitable[None]]
 
@@ -63,7 +73,7 @@ class Holding:
         if self._lifecycle.state is ServerState.PAUSED:
             return
         await self._leave_all(grace_s)
-        await self._engine.hold(None, None, 0)
+        await self._let_go()
         await self._enter(ServerState.PAUSED)
 
     async def resume(self) -> None:
@@ -117,19 +127,34 @@ class Holding:
         await self._become(new)
         await self._servicer.leave(new.span, grace_s, self._settings.move_wait_s)
         await self._compute([], after, len(new.span))
+        give_back_memory(usable_device(self._settings.device))
 
     async def _hold_after(self, old: Facts, new: Facts, grace_s: float) -> None:
         self._log.info("server.no_room", span=str(new.span), text="sessions move before the span is loaded")
         await self._leave_all(grace_s)
-        await self._engine.hold(None, None, 0)
+        await self._let_go()
         try:
             await self._load_alone(new)
-        except (ShoalError, RuntimeError, MemoryError, OSError):
-            await self._load_alone(old)
-            await self._enter(ServerState.ONLINE)
+        except LOADING_FAILED:
+            await self._go_back(old)
             raise
         self._lifecycle.state = ServerState.ONLINE
         await self._become(new)
+
+    async def _go_back(self, old: Facts) -> None:
+        """Serve what was held before; a server that cannot even do that is paused and waits to be told."""
+        try:
+            await self._load_alone(old)
+        except LOADING_FAILED:
+            self._log.exception("server.not_restored", span=str(old.span))
+            await self._enter(ServerState.PAUSED)
+        else:
+            await self._enter(ServerState.ONLINE)
+
+    async def _let_go(self) -> None:
+        """Free what the engine holds."""
+        await self._engine.hold(None, None, 0)
+        give_back_memory(usable_device(self._settings.device))
 
     async def _compute(self, loaded: list[SpanModel], blocks: set[int], num_blocks: int) -> None:
         """Compute just these blocks from now on, which are loaded or were held before."""

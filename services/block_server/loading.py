@@ -213,6 +213,12 @@ def make_storage(settings: BlockServerSettings, facts: Facts) -> KvStorage:
     return KvStorage(blocks, pages, family.kv_heads, family.head_dim, dtype=facts.dtype, device=device)
 
 
+def give_back_memory(device: torch.device) -> None:
+    """Give memory that nothing uses any more back to the device's other users."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def free_memory(device: torch.device) -> int:
     """Return how many bytes the device can still give."""
     if device.type == "cuda":

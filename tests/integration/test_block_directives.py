@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from services.up.children import LeashedChild
 from shoal.models.checkpoint import Checkpoint
 from shoal.models.identity import model_key
 from shoal.swarm.spans import Span
+from shoal.v1 import block_server_pb2 as block_pb
+from shoal.v1 import common_pb2
 from shoal.v1 import registry_pb2 as pb
-from shoal.wire.clock import now_s, to_duration, to_timestamp
-from shoal.wire.records import model_to_proto, span_to_proto
+from shoal.v1.block_server_pb2_grpc import BlockServerServiceStub
+from shoal.wire.channels import open_channel
+from shoal.wire.clock import from_duration, new_id, now_s, to_duration, to_timestamp
+from shoal.wire.records import PROTOCOL, model_to_proto, span_to_proto
+from shoal.wire.tensors import dtype_to_wire
 from shoal.wire.tokens import Role
+from tests.support.block_rig import RawSession
 from tests.support.control_plane import eventually
 from tests.support.fake_registry import FakeRegistry, OneServer, Swarm, serving
 from tests.support.tiny_models import make_tiny
@@ -27,7 +37,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 class Told:
     """A server process, and what its registry hears from it."""
 
-    def __init__(self, child: LeashedChild, server: OneServer, model: Any) -> None:
+    def __init__(self, swarm: Swarm, child: LeashedChild, server: OneServer, model: Any) -> None:
+        self.swarm = swarm
         self.child = child
         self.server = server
         self.model = model
@@ -51,7 +62,15 @@ class Told:
             state = self.server.state_of(directive_id)
             return state if state not in ("", "running") else ""
 
-        return await eventually(ended)
+        return str(await eventually(ended))
+
+    async def comes_back(self) -> bool:
+        """Tell whether it has a second stream, and was given all directives on it."""
+        return self.server.streams == 2 and self.server.given == len(self.server.directives)
+
+    async def gone(self) -> bool:
+        """Tell whether the process has ended."""
+        return not self.child.running
 
 
 @pytest.fixture
@@ -64,12 +83,12 @@ async def told(tmp_path: Path) -> AsyncIterator[Told]:
         command = [
             *(sys.executable, "-m", "shoal.cli", "server", "run", str(folder), "--blocks", "0:2", "--no-dht"),
             *("--swarm", str(swarm.url(listener.port)), "--api-key", swarm.api_key, "--threads", "1"),
-            *("--state-dir", str(tmp_path / "state"), "--cache-dir", str(tmp_path / "cache")),
+            *("--stop-grace-s", "100", "--state-dir", str(tmp_path / "state"), "--cache-dir", str(tmp_path / "cache")),
         ]
         child = LeashedChild("server", command, log=tmp_path / "log")
         try:
             checkpoint = Checkpoint.open(folder)
-            told = Told(child, server, model_key(checkpoint, "fp32"))
+            told = Told(swarm, child, server, model_key(checkpoint, "fp32"))
 
             async def online() -> bool:
                 assert child.running, child.log_tail(30)
@@ -78,7 +97,8 @@ async def told(tmp_path: Path) -> AsyncIterator[Told]:
             await eventually(online, 90.0)
             yield told
         finally:
-            child.stop()
+            # The registry answers meanwhile.
+            await asyncio.to_thread(child.stop)
 
 
 async def test_a_server_obeys_and_reports(told: Told) -> None:
@@ -88,10 +108,10 @@ async def test_a_server_obeys_and_reports(told: Told) -> None:
     assert server.told[-2:] == [("online", "0:2"), ("online", "2:5")]
     assert server.history["move"] == [pb.DIRECTIVE_STATE_RUNNING, pb.DIRECTIVE_STATE_DONE]
     # On a new stream the registry gives it again; it is reported again, and nothing else happens.
-    server.reports.clear()
     server.cut = True
+    await eventually(told.comes_back)
+    server.reports.clear()
     assert await told.ends("move") == "done"
-    assert server.streams == 2
 
     told.hold("other-model", Span(0, 2), prefix="another")
     assert await told.ends("other-model") == "failed"
@@ -115,15 +135,35 @@ async def test_a_server_obeys_and_reports(told: Told) -> None:
 
     told.order("drain", drain=pb.DrainOrder(grace=to_duration(1.0)))
     assert await told.ends("drain") == "done"
-
-    async def gone() -> bool:
-        return not told.child.running
-
-    await eventually(gone)
+    await eventually(told.gone)
     assert told.child.returncode == 0
     assert server.told[-3:] == [("online", "2:5"), ("draining", "2:5"), ("offline", "2:5")]
 
 
-async def test_sl01_a_server_that_is_stopped_says_so_first(told: Told) -> None:
-    assert told.child.stop() == 0
-    assert told.server.told[-3:] == [("online", "0:2"), ("draining", "0:2"), ("offline", "0:2")]
+async def test_sl01_a_second_signal_ends_what_the_first_one_let_go_on(told: Told) -> None:
+    server = told.server.server
+    assert server is not None
+    token = told.swarm.token(Role.USER)
+    async with open_channel(server.address, server.certificate, server.server_id, lambda: token) as channel:
+        opening = block_pb.OpenSession(
+            protocol=PROTOCOL,
+            session_id=new_id(),
+            server_id=server.server_id,
+            model=model_to_proto(told.model),
+            span=span_to_proto(server.span),
+            activation_dtype=dtype_to_wire(torch.float32),
+            codec=common_pb2.CODEC_NONE,
+            rows=1,
+            max_tokens=8,
+        )
+        session = RawSession(BlockServerServiceStub(channel), opening)
+        await session.open()
+        os.kill(told.child.pid, signal.SIGTERM)
+        moving = (await session.answer()).moving
+        assert 0 < from_duration(moving.time_left) <= 100
+        assert ("draining", "0:2") in told.server.told
+        assert told.child.running
+        os.kill(told.child.pid, signal.SIGTERM)
+        await eventually(told.gone)
+        assert told.child.returncode == 0
+        assert told.server.told[-3:] == [("online", "0:2"), ("draining", "0:2"), ("offline", "0:2")]

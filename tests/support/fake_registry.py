@@ -13,6 +13,7 @@ import grpc.aio
 
 from services.chassis.auth import AuthInterceptor, MethodPolicy, Scheme, allow, current_claims
 from services.chassis.server import Mount, ServiceServer, build_server
+from shoal.swarm.snapshot import Server
 from shoal.v1 import common_pb2, registry_pb2, registry_pb2_grpc
 from shoal.wire.channels import Keepalive, open_channel
 from shoal.wire.clock import now_s, to_duration, to_timestamp
@@ -32,6 +33,11 @@ POLICY: dict[str, MethodPolicy] = {
     PREFIX + "GetCoverage": allow(),
     PREFIX + "WatchSwarm": allow(),
     PREFIX + "AdoptRecords": allow(Role.SERVICE, Role.OPERATOR),
+    PREFIX + "DirectServers": allow(Role.SERVICE, Role.OPERATOR),
+    PREFIX + "GetDirectives": allow(Role.SERVICE, Role.OPERATOR),
+    PREFIX + "DrainServer": allow(Role.OPERATOR),
+    PREFIX + "PauseServer": allow(Role.OPERATOR),
+    PREFIX + "ResumeServer": allow(Role.OPERATOR),
 }
 
 
@@ -128,17 +134,18 @@ class FakeRegistry(registry_pb2_grpc.RegistryServiceServicer):
 class OneServer:
     """The announce stream of one server as a registry sees it: what it said, and the directives that it is given.
 
-    Assign `announce` to a `FakeRegistry`. `told` has each state and span once, in order; `reports` the newest of each
-    directive, `history` the states that each was reported in.
+    Assign `announce` to a `FakeRegistry`. `server` is its newest record. `told` has each state and span once, in order;
+    `reports` the newest of each directive, `history` the states that each was reported in.
     """
 
     def __init__(self) -> None:
-        self.streams = 0
+        self.streams = self.given = 0
         self.told: list[tuple[str, str]] = []
         self.reports: dict[str, registry_pb2.DirectiveReport] = {}
         self.history: dict[str, list[int]] = {}
         self.directives: list[registry_pb2.Directive] = []
         self.cut = False
+        self.server: Server | None = None
         self._span = ""
 
     def state_of(self, directive_id: str) -> str:
@@ -149,21 +156,21 @@ class OneServer:
     async def announce(self, frames: Any, context: Any) -> AsyncIterator[Any]:
         """Grant a lease for each frame; give each directive once on each stream."""
         self.streams += 1
-        given = 0
+        self.given = 0
         async for frame in frames:
             self._note(frame)
             lease = registry_pb2.LeaseGranted(ttl=to_duration(10.0), heartbeat_interval=to_duration(0.05))
             yield registry_pb2.AnnounceServerResponse(lease=lease)
-            while given < len(self.directives):
-                given += 1
-                yield registry_pb2.AnnounceServerResponse(directive=self.directives[given - 1])
+            while self.given < len(self.directives):
+                self.given += 1
+                yield registry_pb2.AnnounceServerResponse(directive=self.directives[self.given - 1])
             if self.cut:
                 self.cut = False
                 return
 
     def _note(self, frame: registry_pb2.AnnounceServerRequest) -> None:
         if frame.WhichOneof("frame") == "record":
-            server = open_record(frame.record, now_s())
+            self.server = server = open_record(frame.record, now_s())
             self._span, state = str(server.span), server.state
         else:
             state = state_from_proto(frame.heartbeat.state)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from services.block_server import holding
+from services.block_server.loading import load_model
 from shoal.client.config import SequenceManagerConfig
 from shoal.swarm.snapshot import ServerState
 from shoal.swarm.spans import Span
@@ -118,12 +119,11 @@ def test_without_room_for_both_sessions_move_first(folder: Path, monkeypatch: py
 
 @pytest.mark.parametrize("room", [True, False])
 def test_what_cannot_be_loaded_leaves_the_old_span(folder: Path, monkeypatch: pytest.MonkeyPatch, room: bool) -> None:
-    load = holding.load_model
 
     def broken(settings: Any, checkpoint: Any, facts: Any, span: Span) -> Any:
         if span.end > 3:
             raise Corrupted("the file is damaged")
-        return load(settings, checkpoint, facts, span)
+        return load_model(settings, checkpoint, facts, span)
 
     monkeypatch.setattr(holding, "load_model", broken)
     if not room:
