@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -47,13 +47,24 @@ class Announcer:
     """Announces one server. The registry answers each frame with a lease, in order."""
 
     def __init__(
-        self, signer: RecordSigner, membership: Membership, enrolled: Callable[[str], None] = lambda _: None
+        self,
+        signer: RecordSigner,
+        membership: Membership,
+        enrolled: Callable[[str], None] = lambda _: None,
+        directed: Callable[[registry_pb2.Directive], None] = lambda _: None,
+        reports: Callable[[], Sequence[registry_pb2.DirectiveReport]] = lambda: (),
     ) -> None:
-        """`enrolled` gets each enrolment that comes with a lease."""
+        """`enrolled` gets each enrolment that comes with a lease, `directed` each directive.
+
+        `reports` gives what is to be reported of directives; it goes along with each heartbeat.
+        """
         self._signer = signer
         self._membership = membership
         self._enrolled = enrolled
-        self._changed = asyncio.Event()
+        self._directed = directed
+        self._reports = reports
+        self._wake = asyncio.Event()
+        self._renew = False
         self._granted = asyncio.Event()
         self._had_lease = False
         self._failure = ""
@@ -61,7 +72,12 @@ class Announcer:
 
     def announce_soon(self) -> None:
         """Announce the server as it is now, without waiting."""
-        self._changed.set()
+        self._renew = True
+        self._wake.set()
+
+    def report_soon(self) -> None:
+        """Report how far directives are, without waiting."""
+        self._wake.set()
 
     async def announce(self, wait_s: float | None = None) -> bool:
         """Announce the server as it is now; tell whether the registry granted a lease for it within `wait_s`.
@@ -69,7 +85,7 @@ class Announcer:
         None waits for as long as the registry is away.
         """
         self._granted.clear()
-        self._changed.set()
+        self.announce_soon()
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self._granted.wait()
@@ -117,23 +133,27 @@ class Announcer:
     async def _hold_lease(self) -> None:
         """Send a frame, take the lease that answers it, wait; until the stream breaks."""
         stub = registry_pb2_grpc.RegistryServiceStub(self._membership.registry)
-        stream = _Stream(stub.AnnounceServer())
+        stream = _Stream(stub.AnnounceServer(), self._directed)
         signed_at_s = -math.inf
         try:
             while True:
-                renewed = self._changed.is_set() or time.monotonic() - signed_at_s > RECORD_LIFE_S / 2
+                self._wake.clear()
+                renewed = self._renew or time.monotonic() - signed_at_s > RECORD_LIFE_S / 2
                 if renewed:
-                    self._changed.clear()
+                    self._renew = False
                     signed_at_s = time.monotonic()
-                await stream.write(self._signer.sign() if renewed else self._heartbeat())
-                self._take_lease(await stream.read())
-                if renewed and not self._changed.is_set():
+                    await stream.write(self._signer.sign())
+                    self._take_lease(await stream.read())
+                if not renewed or self._reports():
+                    await stream.write(self._heartbeat())
+                    self._take_lease(await stream.read())
+                if renewed and not self._renew:
                     self._granted.set()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(stream.heartbeat_s):
-                        await self._changed.wait()
+                        await self._wake.wait()
         finally:
-            stream.call.cancel()
+            stream.close()
 
     def _take_lease(self, lease: registry_pb2.LeaseGranted) -> None:
         if lease.token_keys:
@@ -146,14 +166,19 @@ class Announcer:
 
     def _heartbeat(self) -> registry_pb2.ServerHeartbeat:
         state, load = state_to_proto(self._signer.state), load_to_proto(self._signer.load())
-        return registry_pb2.ServerHeartbeat(state=state, load=load)
+        return registry_pb2.ServerHeartbeat(state=state, load=load, directives=self._reports())
 
 
 class _Stream:
-    """One announce stream: its pace, and its ends as errors."""
+    """One announce stream: its pace, and its ends as errors. Directives go to `directed` as they come."""
 
-    def __init__(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
-        self.call = call
+    def __init__(
+        self, call: grpc.aio.StreamStreamCall[Any, Any], directed: Callable[[registry_pb2.Directive], None]
+    ) -> None:
+        self._call = call
+        self._directed = directed
+        self._leases: asyncio.Queue[registry_pb2.LeaseGranted | ShoalError] = asyncio.Queue()
+        self._listener = asyncio.ensure_future(self._listen())
         self.heartbeat_s = FIRST_HEARTBEAT_S
         self._patience_s = FIRST_LEASE_S
 
@@ -168,7 +193,7 @@ class _Stream:
         else:
             request = registry_pb2.AnnounceServerRequest(heartbeat=content)
         try:
-            await self.call.write(request)
+            await self._call.write(request)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         except asyncio.InvalidStateError:
@@ -182,16 +207,32 @@ class _Stream:
         """
         try:
             async with asyncio.timeout(self._patience_s):
-                answer = await self.call.read()
+                lease = await self._leases.get()
         except TimeoutError:
             raise TimedOut(f"the registry did not renew the lease for {self._patience_s:.0f} s") from None
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        except asyncio.InvalidStateError as error:
-            raise ServerUnreachable("the registry ended the announce stream") from error
-        if not isinstance(answer, registry_pb2.AnnounceServerResponse):
-            raise ServerUnreachable("the registry ended the announce stream")
-        lease: registry_pb2.LeaseGranted = answer.lease
+        if isinstance(lease, ShoalError):
+            raise lease
         self.heartbeat_s = max(from_duration(lease.heartbeat_interval), SHORTEST_HEARTBEAT_S)
         self._patience_s = max(from_duration(lease.ttl), 2 * self.heartbeat_s)
         return lease
+
+    def close(self) -> None:
+        """End the stream; its directives are not taken any more."""
+        self._listener.cancel()
+        self._call.cancel()
+
+    async def _listen(self) -> None:
+        """Take what comes until the stream ends; the reason stands behind the last lease."""
+        try:
+            while isinstance(answer := await self._call.read(), registry_pb2.AnnounceServerResponse):
+                if answer.WhichOneof("frame") == "directive":
+                    self._directed(answer.directive)
+                else:
+                    self._leases.put_nowait(answer.lease)
+            raise ServerUnreachable("the registry ended the announce stream")
+        except ShoalError as error:
+            self._leases.put_nowait(error)
+        except grpc.aio.AioRpcError as error:
+            self._leases.put_nowait(from_rpc_error(error))
+        except asyncio.InvalidStateError:
+            self._leases.put_nowait(ServerUnreachable("the registry ended the announce stream"))

@@ -7,12 +7,14 @@ A start that cannot succeed ends with the reason before a weight is read where t
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import grpc.aio
 
@@ -20,8 +22,11 @@ from services.block_server.address import announced_address, own_host
 from services.block_server.announcer import Announcer
 from services.block_server.calibrate import measure_speed
 from services.block_server.dht import DhtPresence, keep_linked, server_directory
+from services.block_server.directing import Director
 from services.block_server.engine.engine import Engine
-from services.block_server.facts import Facts, Lifecycle
+from services.block_server.facts import Facts
+from services.block_server.holding import Holding
+from services.block_server.lifecycle import Lifecycle
 from services.block_server.loading import (
     build_engine,
     describe_server,
@@ -55,6 +60,8 @@ from shoal.wire.tls import Certificate, load_or_create_certificate
 MEMORY_FILE = "membership.json"
 # How long a server in the DHT waits for a registry that answered a moment ago.
 LEASE_WAIT_S = 15.0
+# How long a change waits for the registry to know of it.
+CHANGE_WAIT_S = 2.0
 _LOG = "services.block_server"
 _HARD_STOP_S = 10.0
 
@@ -149,14 +156,17 @@ class _Server:
         self._facts = facts
         self._lifecycle = Lifecycle()
         self._servicer = BlockServer(facts, self._lifecycle, self._record, membership.token)
+        self._director = Director(self._lifecycle, self._report_soon)
         self._server = self._listen(certificate)
         address = announced_address(settings.advertise, host, self._server.port)
         announced = Announced(address, certificate.der, settings.public_name, _software())
-        self._signer = RecordSigner(key, facts, self._lifecycle, announced, self._servicer.load)
+        self._signer = RecordSigner(key, lambda: self._servicer.facts, self._lifecycle, announced, self._servicer.load)
         self._keeper = EnrolmentKeeper(self._signer, settings.state_dir)
         # Its time may be over, not whose it is.
         self._keeper.recall(membership.key_set, membership.key_set.verify(membership.token(), now_s=0.0).account)
-        self._announcer = Announcer(self._signer, membership, self._enrolled)
+        self._announcer = Announcer(
+            self._signer, membership, self._enrolled, self._director.take, self._director.reports
+        )
         self._presence = DhtPresence(self._signer, directory, settings.dht_period_s) if directory else None
         self._log = get_logger(_LOG)
 
@@ -172,7 +182,7 @@ class _Server:
                     background.append(group.create_task(self._presence.run(), name="presence"))
                 await self._announce()
                 engine = await asyncio.to_thread(build_engine, self._settings, checkpoint, self._facts)
-                await self._serve(engine, stop, serving)
+                await self._serve(engine, checkpoint, stop, serving)
                 self._lifecycle.state = ServerState.OFFLINE
                 await self._announcer.leave()
                 for task in background:
@@ -202,7 +212,7 @@ class _Server:
         if self._keeper.take(enrolment) and self._presence is not None:
             self._presence.announce_soon()
 
-    async def _serve(self, engine: Engine, stop: StopSignal, serving: asyncio.Event) -> None:
+    async def _serve(self, engine: Engine, checkpoint: Checkpoint, stop: StopSignal, serving: asyncio.Event) -> None:
         engine.start()
         try:
             self._signer.speed = await measure_speed(engine, self._facts)
@@ -216,25 +226,53 @@ class _Server:
             self._log.info("server.online", model=model, span=span, free_token_blocks=free_token_blocks)
             serving.set()
             drained = StopSignal(self._settings.stop_grace_s + _HARD_STOP_S)
-            loops = {"drain": self._drain(stop, drained), "engine": _watch(engine)}
+            holding = Holding(
+                self._settings, checkpoint, engine, self._servicer, self._lifecycle, self._announce_change
+            )
+            loops = {"drain": self._drain(holding, stop, drained), "engine": _watch(engine)}
             # Draining has given open sessions their time already.
             at_once = self._settings.model_copy(update={"stop_grace_s": 0.0})
             await serve_until_stopped(self._server, drained, at_once, loops)
         finally:
             await engine.stop()
 
-    async def _drain(self, stop: StopSignal, drained: StopSignal) -> None:
-        """After `stop`, take no new sessions and give those that are open a bounded time."""
-        await stop.wait()
-        self._lifecycle.state = ServerState.DRAINING
-        self._announcer.announce_soon()
+    async def _announce_change(self) -> None:
+        """Announce the server as it is now, and go on even if nobody listens: leases and records end by themselves."""
         if self._presence is not None:
             self._presence.announce_soon()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.stop_grace_s):
-                await self._servicer.wait_idle()
-        self._log.info("server.drained", sessions_left=self._servicer.open_streams)
-        drained.request("drained")
+        await self._announcer.announce(CHANGE_WAIT_S)
+
+    async def _drain(self, holding: Holding, stop: StopSignal, drained: StopSignal) -> None:
+        """Carry out orders until one is to end, or `stop` is asked for, which gives open sessions a short time."""
+        orders = asyncio.ensure_future(self._director.run(self._facts.model, holding))
+        stopping = asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait({orders, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if orders.done():
+                orders.result()
+            else:
+                await self._hurry(holding.drain(0.0, self._settings.stop_grace_s))
+            drained.request("drained")
+        finally:
+            orders.cancel()
+            stopping.cancel()
+            await asyncio.gather(orders, stopping, return_exceptions=True)
+
+    async def _hurry(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do work until it is done or the process is told to stop once more."""
+        again, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, again.set)
+        tasks = [asyncio.ensure_future(work), asyncio.ensure_future(again.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _report_soon(self) -> None:
+        self._announcer.report_soon()
 
     def _record(self) -> common_pb2.SignedEnvelope:
         return self._signer.newest

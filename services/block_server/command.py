@@ -60,6 +60,7 @@ def run(
     dht: Annotated[bool, _option("dht")] = _default("dht"),
     dht_listen: Annotated[str, _option("dht_listen")] = _default("dht_listen"),
     dht_period_s: Annotated[float, _option("dht_period_s")] = _default("dht_period_s"),
+    move_wait_s: Annotated[float, _option("move_wait_s")] = _default("move_wait_s"),
     join_wait_s: Annotated[float, _option("join_wait_s")] = _default("join_wait_s"),
     state_dir: Annotated[Path, _option("state_dir")] = DEFAULT_STATE_DIR,
     cache_dir: Annotated[Path | None, _option("cache_dir")] = None,

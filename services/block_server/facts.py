@@ -1,4 +1,4 @@
-"""What does not change while a server runs, and the one state that does. Read by service and announcer."""
+"""Who a server is and what it holds. Replaced whole when it takes another span."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from shoal.models.families import Family
-from shoal.swarm.snapshot import Capacity, ModelKey, ServerState
+from shoal.swarm.snapshot import Capacity, ModelKey
 from shoal.swarm.spans import Span
-from shoal.wire.errors import ServerDraining, Unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +17,7 @@ class Facts:
 
     `block_hashes` has one SHA-256 for each block of `span`. `max_tensor_bytes` bounds one step's activations.
     `progress_every_s` is how often a client is told that its long step goes on. `push_timeout_s` is how long a next hop
-    may take to acknowledge a step before it counts as out of reach.
+    may take to acknowledge a step before it counts as out of reach. `left` are blocks that the server held before.
     """
 
     server_id: str
@@ -35,22 +34,4 @@ class Facts:
     max_tensor_bytes: int = 256 * 1024 * 1024
     max_cache_wait_s: float = 60.0
     push_timeout_s: float = 5.0
-
-
-class Lifecycle:
-    """The server's state: JOINING, ONLINE, DRAINING, OFFLINE, in this order."""
-
-    def __init__(self) -> None:
-        self.state = ServerState.JOINING
-
-    def check_accepts(self) -> None:
-        """Raise unless new sessions are welcome.
-
-        Raises:
-            Unavailable: while the server loads.
-            ServerDraining: once it stops.
-        """
-        if self.state is ServerState.JOINING:
-            raise Unavailable("the server is still loading; use another one")
-        if self.state is not ServerState.ONLINE:
-            raise ServerDraining("the server is draining and takes no new sessions; use another one")
+    left: frozenset[int] = frozenset()

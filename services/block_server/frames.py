@@ -24,6 +24,7 @@ from shoal.wire.errors import (
     Corrupted,
     InvalidRequest,
     NotFound,
+    ServerDraining,
     SpanMismatch,
     StepOutOfOrder,
     TimedOut,
@@ -87,6 +88,8 @@ def check_open(opening: pb.OpenSession, facts: Facts, now_s: float) -> SessionPl
     if model_from_proto(opening.model) != facts.model:
         raise UnknownModel(f"this server holds {facts.model}; ask the registry which servers hold yours")
     span = span_from_proto(opening.span)
+    if not facts.span.covers(span) and not facts.left.isdisjoint(span.blocks()):
+        raise ServerDraining(f"this server has left blocks {span} and holds {facts.span} now; use another one")
     if not facts.span.covers(span):
         raise SpanMismatch(f"blocks {span} asked for, this server holds {facts.span}")
     _check_hashes(opening.block_hashes, span, facts)

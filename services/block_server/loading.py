@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 import grpc.aio
+import psutil
 import torch
 
 from services.block_server.cache.pool import PAGE_TOKENS, PagePool
@@ -16,7 +17,7 @@ from services.block_server.engine.engine import Engine, EngineOptions
 from services.block_server.facts import Facts
 from services.block_server.placement import choose_span
 from services.block_server.settings import BlockServerSettings
-from services.block_server.weights.span_model import load_span
+from services.block_server.weights.span_model import SpanModel, load_span
 from shoal.dht.directory import SwarmDirectory
 from shoal.models.checkpoint import Checkpoint, span_names
 from shoal.models.files import HubOptions
@@ -182,15 +183,44 @@ def build_engine(settings: BlockServerSettings, checkpoint: Checkpoint, facts: F
     """
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    device = usable_device(settings.device)
-    model = load_span(checkpoint, facts.span, facts.dtype, device, fused=settings.fused, how=settings.compile)
-    blocks = len(facts.span)
-    pages = facts.capacity.cache_token_blocks // (PAGE_TOKENS * blocks)
-    storage = KvStorage(blocks, pages, facts.family.kv_heads, facts.family.head_dim, dtype=facts.dtype, device=device)
+    model = load_model(settings, checkpoint, facts, facts.span)
+    storage = make_storage(settings, facts)
+    pages = facts.capacity.cache_token_blocks // (PAGE_TOKENS * len(facts.span))
     options = EngineOptions(
         max_step_tokens=settings.max_step_tokens,
         max_waiting=2 * settings.max_sessions + 8,
         threads=settings.threads,
         account_share=settings.account_share,
     )
-    return Engine(model, PagePool(pages, blocks), storage, options)
+    return Engine(model, PagePool(pages, len(facts.span)), storage, options)
+
+
+def load_model(settings: BlockServerSettings, checkpoint: Checkpoint, facts: Facts, span: Span) -> SpanModel:
+    """Load blocks that the server is to compute. Takes seconds; call it in a thread.
+
+    Raises:
+        NotFound, Corrupted: as `load_span`.
+    """
+    device = usable_device(settings.device)
+    return load_span(checkpoint, span, facts.dtype, device, fused=settings.fused, how=settings.compile)
+
+
+def make_storage(settings: BlockServerSettings, facts: Facts) -> KvStorage:
+    """Make empty storage for the span's cache."""
+    family, blocks = facts.family, len(facts.span)
+    pages = facts.capacity.cache_token_blocks // (PAGE_TOKENS * blocks)
+    device = usable_device(settings.device)
+    return KvStorage(blocks, pages, family.kv_heads, family.head_dim, dtype=facts.dtype, device=device)
+
+
+def give_back_memory(device: torch.device) -> None:
+    """Give memory that nothing uses any more back to the device's other users."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def free_memory(device: torch.device) -> int:
+    """Return how many bytes the device can still give."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)

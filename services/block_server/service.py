@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
 import grpc.aio
 
 from services.block_server.engine.engine import Engine
-from services.block_server.facts import Facts, Lifecycle
+from services.block_server.facts import Facts
+from services.block_server.lifecycle import Lifecycle
 from services.block_server.pushed import serve_push
 from services.block_server.pushing import PushChannels
 from services.block_server.session import InferSession, Parts
 from services.chassis.auth import MethodPolicy, allow, current_claims
 from shoal.swarm.snapshot import Load
+from shoal.swarm.spans import Span
 from shoal.v1 import block_server_pb2 as pb
 from shoal.v1 import block_server_pb2_grpc, common_pb2
 from shoal.wire.errors import Exhausted, Unavailable
@@ -23,6 +26,8 @@ from shoal.wire.records import check_protocol, load_to_proto, state_to_proto
 from shoal.wire.tokens import Role
 
 SERVICE = "shoal.v1.BlockServerService"
+# How long a session that was ended may take to be gone.
+_END_S = 2.0
 
 
 def policy() -> Mapping[str, MethodPolicy]:
@@ -42,20 +47,25 @@ class BlockServer(block_server_pb2_grpc.BlockServerServiceServicer):
         record: Callable[[], common_pb2.SignedEnvelope],
         token: Callable[[], str] | None = None,
     ) -> None:
-        self._facts = facts
+        self.facts = facts
         self._lifecycle = lifecycle
         self._record = record
         self._channels = PushChannels(token)
         self._engine: Engine | None = None
         self._parts: Parts | None = None
-        self._streams = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._sessions: set[InferSession] = set()
+        self._ended = asyncio.Event()
 
     def attach(self, engine: Engine) -> None:
         """Take the engine, once its weights are loaded; no session is admitted before."""
         self._engine = engine
-        self._parts = Parts(self._facts, self._lifecycle, engine, self._channels)
+        self._parts = Parts(self.facts, self._lifecycle, engine, self._channels)
+
+    def become(self, facts: Facts) -> None:
+        """Hold other blocks from now on, which the engine has already; open sessions go on as they were opened."""
+        self.facts = facts
+        if self._parts is not None:
+            self._parts.facts = facts
 
     async def close(self) -> None:
         """Close the connections to other servers, once no session is left."""
@@ -83,11 +93,36 @@ class BlockServer(block_server_pb2_grpc.BlockServerServiceServicer):
     @property
     def open_streams(self) -> int:
         """Number of `Infer` streams that have not ended."""
-        return self._streams
+        return len(self._sessions)
 
-    async def wait_idle(self) -> None:
-        """Wait until no `Infer` stream is open."""
-        await self._idle.wait()
+    async def leave(self, kept: Span | None, grace_s: float, move_s: float) -> int:
+        """Return once no session is on other blocks than those that are kept; the caller sees to it that none comes.
+
+        They have `grace_s` to end by themselves, then they are asked to move within `move_s`, then they are ended.
+        Returns how many had to be.
+        """
+        if await self._gone(kept, grace_s):
+            return 0
+        for session in self._outside(kept):
+            session.ask_to_move(move_s)
+        if await self._gone(kept, move_s):
+            return 0
+        left = self._outside(kept)
+        for session in left:
+            session.end()
+        await self._gone(kept, _END_S)
+        return len(left)
+
+    def _outside(self, kept: Span | None) -> list[InferSession]:
+        return [session for session in self._sessions if session.outside(kept)]
+
+    async def _gone(self, kept: Span | None, wait_s: float) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while self._outside(kept):
+                    self._ended.clear()
+                    await self._ended.wait()
+        return not self._outside(kept)
 
     async def Infer(  # type: ignore[override]  # a writer: grpc.aio takes it as well as a generator
         self,
@@ -100,17 +135,15 @@ class BlockServer(block_server_pb2_grpc.BlockServerServiceServicer):
             ShoalError: what was wrong; the stream ends with it and the session is freed.
         """
         parts = self._ready()
-        if self._streams >= self._facts.max_sessions:
-            raise Exhausted(f"this server has {self._facts.max_sessions} sessions; use another one or try later")
-        self._streams += 1
-        self._idle.clear()
+        if len(self._sessions) >= self.facts.max_sessions:
+            raise Exhausted(f"this server has {self.facts.max_sessions} sessions; use another one or try later")
+        session = InferSession(parts, aiter(request_iterator), context.write, current_claims().account)
+        self._sessions.add(session)
         try:
-            frames = aiter(request_iterator)
-            await InferSession(parts, frames, context.write, current_claims().account).run()
+            await session.run()
         finally:
-            self._streams -= 1
-            if not self._streams:
-                self._idle.set()
+            self._sessions.discard(session)
+            self._ended.set()
 
     async def Push(  # type: ignore[override]  # a writer: grpc.aio takes it as well as a generator
         self,
@@ -123,7 +156,7 @@ class BlockServer(block_server_pb2_grpc.BlockServerServiceServicer):
             ShoalError: what was wrong; the session itself goes on.
         """
         parts = self._ready()
-        await serve_push(self._facts, parts.door, aiter(request_iterator), context.write)
+        await serve_push(self.facts, parts.door, aiter(request_iterator), context.write)
 
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -11,15 +11,16 @@ import asyncio
 import hashlib
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 
 import torch
 from google.protobuf.message import DecodeError
 
-from services.block_server.engine.engine import Engine
+from services.block_server.answers import step_answers, step_pushes
+from services.block_server.engine.engine import Engine, Opened
 from services.block_server.engine.work import EngineSession, StepOutcome
-from services.block_server.facts import Facts, Lifecycle
+from services.block_server.facts import Facts
 from services.block_server.frames import (
     SessionPlan,
     StepPlan,
@@ -30,16 +31,17 @@ from services.block_server.frames import (
     check_rollback,
 )
 from services.block_server.inbox import Close, End, Inbox, Item, Link, Rollback, Step, Sync
+from services.block_server.lifecycle import Lifecycle
 from services.block_server.outbox import Outbox
 from services.block_server.pushed import PushDoor
 from services.block_server.pushing import PushChannels, PushLink
 from services.block_server.receiving import receive_tensor
+from shoal.swarm.spans import Span
 from shoal.v1 import block_server_pb2 as pb
-from shoal.v1 import common_pb2
 from shoal.wire.clock import now_s, to_duration
-from shoal.wire.errors import InvalidRequest, SessionLost, ShoalError, TimedOut
+from shoal.wire.errors import InvalidRequest, ServerDraining, SessionLost, ShoalError, TimedOut
 from shoal.wire.records import PROTOCOL
-from shoal.wire.tensors import chunks, encode, pieces
+from shoal.wire.tensors import encode, pieces
 
 # Smaller tensors are turned into bytes faster than a thread could be asked to do it.
 _ENCODE_IN_THREAD_BYTES = 1024 * 1024
@@ -68,6 +70,7 @@ class InferSession:
     plan: SessionPlan
 
     def __init__(self, parts: Parts, frames: AsyncIterator[pb.InferRequest], send: Send, account: str = "") -> None:
+        self._parts = parts
         self._facts = parts.facts
         self._lifecycle = parts.lifecycle
         self._engine = parts.engine
@@ -85,6 +88,9 @@ class InferSession:
         self._target: pb.PushTarget | None = None
         self._link: PushLink | None = None
         self._outstanding_bytes = 0
+        self._admitting: asyncio.Timeout | None = None
+        self._begun = self._opened = False
+        self._time_left_s: float | None = None
 
     async def run(self) -> None:
         """Serve the stream to its end.
@@ -95,16 +101,12 @@ class InferSession:
         first = await self._next(self._facts.open_timeout_s)
         if first is None or first.WhichOneof("frame") != "open":
             raise InvalidRequest("the first frame of a stream must be `open`")
-        plan = self.plan = check_open(first.open, self._facts, now_s())
+        # The server may have changed while nothing came.
+        self._facts = self._parts.facts
         self._lifecycle.check_accepts()
-        opened = await self._engine.open(
-            plan.span,
-            plan.rows,
-            plan.max_tokens,
-            account=self._account,
-            wait_s=plan.cache_wait_s,
-            prefixes=plan.prefixes,
-        )
+        plan = self.plan = check_open(first.open, self._facts, now_s())
+        self._begun = True
+        opened = await self._admitted(plan)
         self._positions = opened.cached_tokens or (0,) * plan.rows
         reader: asyncio.Task[None] | None = None
         try:
@@ -116,6 +118,9 @@ class InferSession:
                 cached_tokens=opened.cached_tokens,
             )
             await self._outbox.send(pb.InferResponse(opened=answer))
+            self._opened = True
+            if self._time_left_s is not None:
+                self.ask_to_move(self._time_left_s)
             reader = asyncio.ensure_future(self._read())
             await self._serve(opened.session)
         except ShoalError:
@@ -129,6 +134,41 @@ class InferSession:
             if reader is not None:
                 reader.cancel()
             await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
+
+    async def _admitted(self, plan: SessionPlan) -> Opened:
+        try:
+            async with asyncio.timeout(None) as self._admitting:
+                return await self._engine.open(
+                    plan.span,
+                    plan.rows,
+                    plan.max_tokens,
+                    account=self._account,
+                    wait_s=plan.cache_wait_s,
+                    prefixes=plan.prefixes,
+                )
+        except TimeoutError:
+            raise _leaving() from None
+        finally:
+            self._admitting = None
+
+    # The server leaves.
+
+    def outside(self, kept: Span | None) -> bool:
+        """Tell whether the session is, or will be, on blocks that are not among those that are kept."""
+        return kept is None or (self._begun and not kept.covers(self.plan.span))
+
+    def ask_to_move(self, time_left_s: float) -> None:
+        """Tell the client that the session may stay for so long; one that waits for cache is turned away at once."""
+        self._time_left_s = time_left_s
+        if self._admitting is not None:
+            self._admitting.reschedule(asyncio.get_running_loop().time())
+            self._admitting = None
+        elif self._opened:
+            self._outbox.send_soon(pb.InferResponse(moving=pb.Moving(time_left=to_duration(time_left_s))))
+
+    def end(self) -> None:
+        """End the session once all that was accepted is done."""
+        self._inbox.put(End(_leaving()))
 
     def _free(self, session: EngineSession) -> None:
         self._engine.discard(session)
@@ -255,11 +295,11 @@ class InferSession:
         else:
             header, view = encode(outcome.hidden, codec)
         cut = list(pieces(view))
-        answers = _answers(plan, outcome, header, cut, hashlib.sha256(view).digest() if plan.wants_digest else b"")
+        answers = step_answers(plan, outcome, header, cut, hashlib.sha256(view).digest() if plan.wants_digest else b"")
         if self._link is None:
             await self._outbox.send(*answers)
         else:
-            await self._link.push(_pushes(plan, header, cut))
+            await self._link.push(step_pushes(plan, header, cut))
             await self._outbox.send_later(answers)
 
     async def _compute(
@@ -348,34 +388,5 @@ class InferSession:
                 return
 
 
-Cut = Sequence[tuple[int, bytes]]
-
-
-def _answers(
-    plan: StepPlan, outcome: StepOutcome, header: common_pb2.TensorHeader, cut: Cut, digest: bytes
-) -> list[pb.InferResponse]:
-    first = pb.StepResponse(
-        step=plan.step,
-        row_positions=outcome.row_positions,
-        tensor=header,
-        data=cut[0][1],
-        output_digest=digest,
-        queue_time=to_duration(outcome.queue_s),
-        engine_time=to_duration(outcome.engine_s),
-        packed_sessions=outcome.packed_sessions,
-    )
-    return [pb.InferResponse(step=first), *(pb.InferResponse(chunk=chunk) for chunk in chunks(plan.step, cut[1:]))]
-
-
-def _pushes(plan: StepPlan, header: common_pb2.TensorHeader, cut: Cut) -> list[pb.PushRequest]:
-    before = [after - new for after, new in zip(plan.row_positions, plan.row_lengths, strict=True)]
-    first = pb.StepRequest(
-        step=plan.step,
-        row_positions=before,
-        row_lengths=plan.row_lengths,
-        row_sources=plan.row_sources,
-        truncate=plan.truncate,
-        tensor=header,
-        data=cut[0][1],
-    )
-    return [pb.PushRequest(step=first), *(pb.PushRequest(chunk=chunk) for chunk in chunks(plan.step, cut[1:]))]
+def _leaving() -> ServerDraining:
+    return ServerDraining("the server has left these blocks; the session goes on at another one")

@@ -70,6 +70,9 @@ class BlockServerSettings(ServiceSettings):
     )
     max_sessions: int = Field(default=256, ge=1, le=900, description="most sessions at a time")
     idle_timeout_s: float = Field(default=600.0, gt=0, description="seconds after which a quiet session is ended")
+    move_wait_s: float = Field(
+        default=30.0, ge=0, description="seconds that open sessions get to move to other servers when they have to"
+    )
     join_wait_s: float = Field(default=30.0, ge=0, description="seconds to wait for the registry at the start")
     initial_peers: Peers = Field(
         default=[], description="node to join the DHT by, beside those of the registry: /ip4/ADDRESS/tcp/PORT/p2p/ID"

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.block_server.facts import Facts, Lifecycle
+from services.block_server.facts import Facts
+from services.block_server.lifecycle import Lifecycle
 from shoal.swarm.snapshot import Load, ServerState, Speed
 from shoal.v1 import common_pb2, swarm_pb2
 from shoal.wire.clock import now_s, to_timestamp
@@ -39,10 +40,15 @@ class Announced:
 
 
 class RecordSigner:
-    """Signs what the server is now. `load` gives its load at that moment."""
+    """Signs what the server is now. `facts` and `load` give what it holds and its load at that moment."""
 
     def __init__(
-        self, key: IdentityKey, facts: Facts, lifecycle: Lifecycle, announced: Announced, load: Callable[[], Load]
+        self,
+        key: IdentityKey,
+        facts: Callable[[], Facts],
+        lifecycle: Lifecycle,
+        announced: Announced,
+        load: Callable[[], Load],
     ) -> None:
         self._key = key
         self._facts = facts
@@ -73,7 +79,7 @@ class RecordSigner:
         time_s = now_s()
         # Grows over restarts of the process too, as nothing but the clock is remembered.
         self._sequence = max(self._sequence + 1, int(time_s * 1000))
-        facts, announced = self._facts, self._announced
+        facts, announced = self._facts(), self._announced
         record = swarm_pb2.ServerRecord(
             certificate=announced.certificate,
             address=announced.address,

@@ -16,7 +16,9 @@ import grpc.aio
 import torch
 
 from services.block_server.engine.engine import Engine
-from services.block_server.facts import Facts, Lifecycle
+from services.block_server.facts import Facts
+from services.block_server.holding import Holding
+from services.block_server.lifecycle import Lifecycle
 from services.block_server.loading import build_engine, describe_server
 from services.block_server.service import SERVICE, BlockServer, policy
 from services.block_server.settings import BlockServerSettings
@@ -42,7 +44,7 @@ SWARM_ID = "test-swarm"
 
 @dataclass(slots=True)
 class BlockRig:
-    """The server and what a caller needs to reach it."""
+    """The server and what a caller needs to reach it. `announced` has what the swarm was told so far."""
 
     facts: Facts
     checkpoint: Checkpoint
@@ -52,7 +54,13 @@ class BlockRig:
     server: ServiceServer
     certificate: Certificate
     signer: TokenSigner
-    free_at_start: int
+    holding: Holding
+    announced: list[tuple[ServerState, Span]]
+
+    @property
+    def free_at_start(self) -> int:
+        """Cache that is free when no session is open, in tokens x blocks."""
+        return self.servicer.facts.capacity.cache_token_blocks
 
     def token(self, role: Role = Role.USER) -> str:
         """Return an access token."""
@@ -126,6 +134,13 @@ async def block_rig(
     servicer.attach(engine)
     lifecycle.state = ServerState.ONLINE
 
+    announced: list[tuple[ServerState, Span]] = []
+
+    async def announce() -> None:
+        announced.append((lifecycle.state, servicer.facts.span))
+
+    holding = Holding(settings, checkpoint, engine, servicer, lifecycle, announce)
+
     def add(server: grpc.aio.Server) -> None:
         block_server_pb2_grpc.add_BlockServerServiceServicer_to_server(servicer, server)
 
@@ -134,8 +149,7 @@ async def block_rig(
     engine.start()
     await server.start()
     try:
-        free = engine.load().free_token_blocks
-        yield BlockRig(facts, checkpoint, lifecycle, engine, servicer, server, certificate, signer, free)
+        yield BlockRig(facts, checkpoint, lifecycle, engine, servicer, server, certificate, signer, holding, announced)
     finally:
         await server.stop(0)
         await servicer.close()

@@ -13,12 +13,13 @@ import grpc.aio
 
 from services.chassis.auth import AuthInterceptor, MethodPolicy, Scheme, allow, current_claims
 from services.chassis.server import Mount, ServiceServer, build_server
+from shoal.swarm.snapshot import Server
 from shoal.v1 import common_pb2, registry_pb2, registry_pb2_grpc
 from shoal.wire.channels import Keepalive, open_channel
-from shoal.wire.clock import now_s, to_timestamp
+from shoal.wire.clock import now_s, to_duration, to_timestamp
 from shoal.wire.errors import NotAuthenticated
 from shoal.wire.identity import IdentityKey
-from shoal.wire.records import PROTOCOL
+from shoal.wire.records import PROTOCOL, open_record, state_from_proto
 from shoal.wire.swarm_url import SwarmUrl
 from shoal.wire.tls import REGISTRY_NAME, fingerprint, make_certificate
 from shoal.wire.tokens import Claims, KeySet, Role, TokenSigner, new_api_key
@@ -32,14 +33,20 @@ POLICY: dict[str, MethodPolicy] = {
     PREFIX + "GetCoverage": allow(),
     PREFIX + "WatchSwarm": allow(),
     PREFIX + "AdoptRecords": allow(Role.SERVICE, Role.OPERATOR),
+    PREFIX + "DirectServers": allow(Role.SERVICE, Role.OPERATOR),
+    PREFIX + "GetDirectives": allow(Role.SERVICE, Role.OPERATOR),
+    PREFIX + "DrainServer": allow(Role.OPERATOR),
+    PREFIX + "PauseServer": allow(Role.OPERATOR),
+    PREFIX + "ResumeServer": allow(Role.OPERATOR),
 }
 
 
 class Swarm:
     """Keys and secrets of one made-up swarm."""
 
-    def __init__(self, token_ttl_s: float = 60.0) -> None:
+    def __init__(self, token_ttl_s: float = 60.0, role: Role = Role.USER) -> None:
         self.token_ttl_s = token_ttl_s
+        self.role = role
         self.certificate = make_certificate(REGISTRY_NAME)
         self.signer = TokenSigner(IdentityKey.generate(), "swarm-1")
         self.api_key = new_api_key()
@@ -58,7 +65,7 @@ class Swarm:
         self.api_key_checks += 1
         if api_key != self.api_key:
             raise NotAuthenticated("unknown API key; ask the operator for one")
-        return Claims("alice", Role.USER, self.signer.swarm_id, now_s() + self.token_ttl_s)
+        return Claims("alice", self.role, self.signer.swarm_id, now_s() + self.token_ttl_s)
 
     def url(self, port: int) -> SwarmUrl:
         """Return the URL of a registry at this port of 127.0.0.1."""
@@ -122,6 +129,63 @@ class FakeRegistry(registry_pb2_grpc.RegistryServiceServicer):
         assert self.announce is not None
         async for answer in self.announce(request_iterator, context):
             yield answer
+
+
+class OneServer:
+    """The announce stream of one server as a registry sees it: what it said, and the directives that it is given.
+
+    Assign `announce` to a `FakeRegistry`. `server` is its newest record. `told` has each state and span once, in order;
+    `reports` the newest of each directive, `history` the states that each was reported in.
+    """
+
+    def __init__(self) -> None:
+        self.streams = self.given = 0
+        self.told: list[tuple[str, str]] = []
+        self.reports: dict[str, registry_pb2.DirectiveReport] = {}
+        self.history: dict[str, list[int]] = {}
+        self.directives: list[registry_pb2.Directive] = []
+        self.cut = False
+        self.server: Server | None = None
+        self._span = ""
+
+    def state_of(self, directive_id: str) -> str:
+        """Return the newest reported state of a directive, in lower case; empty if none came."""
+        report = self.reports.get(directive_id)
+        return "" if report is None else report_state(report)
+
+    async def announce(self, frames: Any, context: Any) -> AsyncIterator[Any]:
+        """Grant a lease for each frame; give each directive once on each stream."""
+        self.streams += 1
+        self.given = 0
+        async for frame in frames:
+            self._note(frame)
+            lease = registry_pb2.LeaseGranted(ttl=to_duration(10.0), heartbeat_interval=to_duration(0.05))
+            yield registry_pb2.AnnounceServerResponse(lease=lease)
+            while self.given < len(self.directives):
+                self.given += 1
+                yield registry_pb2.AnnounceServerResponse(directive=self.directives[self.given - 1])
+            if self.cut:
+                self.cut = False
+                return
+
+    def _note(self, frame: registry_pb2.AnnounceServerRequest) -> None:
+        if frame.WhichOneof("frame") == "record":
+            self.server = server = open_record(frame.record, now_s())
+            self._span, state = str(server.span), server.state
+        else:
+            state = state_from_proto(frame.heartbeat.state)
+        if not self.told or self.told[-1] != (state.value, self._span):
+            self.told.append((state.value, self._span))
+        for report in frame.heartbeat.directives:
+            self.reports[report.directive_id] = report
+            states = self.history.setdefault(report.directive_id, [])
+            if not states or states[-1] != report.state:
+                states.append(report.state)
+
+
+def report_state(report: registry_pb2.DirectiveReport) -> str:
+    """Return a report's state in lower case."""
+    return registry_pb2.DirectiveState.Name(report.state).removeprefix("DIRECTIVE_STATE_").lower()
 
 
 @asynccontextmanager

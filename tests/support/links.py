@@ -20,7 +20,8 @@ from urllib.parse import urlsplit, urlunsplit
 import torch
 
 from services.block_server.announcer import Announcer
-from services.block_server.facts import Facts, Lifecycle
+from services.block_server.facts import Facts
+from services.block_server.lifecycle import Lifecycle
 from services.block_server.signing import Announced, RecordSigner
 from shoal.models.families import describe
 from shoal.swarm.snapshot import Capacity, Load, ModelKey, ServerState
@@ -129,7 +130,7 @@ class AnnouncedServer:
         self.lifecycle = Lifecycle()
         self.lifecycle.state = ServerState.ONLINE
         announced = Announced("127.0.0.1:4000", make_certificate(key.server_id).der, "announced", "test")
-        signer = RecordSigner(key, facts, self.lifecycle, announced, lambda: Load(1 << 20))
+        signer = RecordSigner(key, lambda: facts, self.lifecycle, announced, lambda: Load(1 << 20))
         self.announcer = Announcer(signer, member)
 
     @asynccontextmanager

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -66,6 +69,7 @@ class RigSwarm:
         self._signer = TokenSigner(IdentityKey.generate(), SWARM_ID)
         self.servers_loop = LoopThread("rig-servers")
         self._stack = AsyncExitStack()
+        self._leaving: dict[int, asyncio.Task[int]] = {}
         self.rigs: list[BlockRig] = [
             self.servers_loop.run(self._start(folder, cut, dict(options or {}))) for cut in cuts
         ]
@@ -93,10 +97,10 @@ class RigSwarm:
             certificate=rig.certificate.der,
             model=rig.facts.model,
             num_blocks=rig.facts.family.num_blocks,
-            span=rig.facts.span,
-            block_hashes=rig.facts.block_hashes,
-            state=ServerState.ONLINE,
-            capacity=rig.facts.capacity,
+            span=rig.servicer.facts.span,
+            block_hashes=rig.servicer.facts.block_hashes,
+            state=rig.lifecycle.state,
+            capacity=rig.servicer.facts.capacity,
             speed=Speed(0.001, 0.0001, 0.001),
             load=Load(1 << 20),
             record=Signed(b"", rig.facts.server_id, b""),
@@ -105,6 +109,50 @@ class RigSwarm:
     def stop(self, index: int) -> None:
         """Stop a server at once, as if it were killed."""
         self.servers_loop.run(self.rigs[index].server.stop(0))
+
+    def learn(self) -> None:
+        """Let the client plan on what the servers are now."""
+        addresses = [record.address for record in self.records]
+        self.records = [self._record(rig, address) for rig, address in zip(self.rigs, addresses, strict=True)]
+        self.connection._routes = SnapshotRoutes(SwarmSnapshot.of(self.records))
+
+    def change(self, work: Coroutine[Any, Any, None]) -> Future[None]:
+        """Let a server change; the result comes when it has."""
+        future = self.servers_loop.start(work)
+        assert future is not None
+        return future
+
+    def leave(self, index: int, move_s: float, grace_s: float = 0.0) -> None:
+        """Make a server take no new sessions and ask those it has to move; `left` waits until it is empty."""
+        rig = self.rigs[index]
+
+        async def begin() -> asyncio.Task[int]:
+            rig.lifecycle.state = ServerState.DRAINING
+            return asyncio.ensure_future(rig.servicer.leave(None, grace_s, move_s))
+
+        self._leaving[index] = self.servers_loop.run(begin())
+
+    def left(self) -> dict[int, int]:
+        """Wait until all servers that leave are empty; return how many sessions each had to end."""
+
+        async def wait(task: asyncio.Task[int]) -> int:
+            return await task
+
+        leaving, self._leaving = self._leaving, {}
+        return {index: self.servers_loop.run(wait(task)) for index, task in leaving.items()}
+
+    def after_steps(self, index: int, steps: int, do: Callable[[], None]) -> None:
+        """Call `do` on a thread of its own when a server is asked for its next step but `steps`."""
+        engine, left = self.rigs[index].engine, [steps]
+        begin = engine.begin
+
+        def counted(*args: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] == -1:
+                threading.Thread(target=do).start()
+            return begin(*args, **options)
+
+        engine.begin = counted  # type: ignore[method-assign]
 
     @property
     def pushed_steps(self) -> list[int]:

@@ -151,6 +151,13 @@ class PagePool:
         """Keep the content of a page that a row refers to, until its place is needed; `forget` is called then."""
         self._kept[page] = forget
 
+    def forget(self, page: int) -> None:
+        """Keep the content of a page no longer; its place is free once no row refers to it."""
+        del self._kept[page]
+        if page in self._idle:
+            del self._idle[page]
+            self._runs.put(page)
+
     def _let_go(self, page: int, count: int) -> None:
         self._references[page] -= count
         if self._references[page] == 0:

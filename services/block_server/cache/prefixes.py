@@ -6,7 +6,7 @@ client says they are; so they count for its own account only. Not thread-safe: t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -57,6 +57,11 @@ class PrefixIndex:
         if key not in self._pages and not self._pool.kept(page):
             self._pages[key] = page
             self._pool.keep(page, partial(self._pages.pop, key))
+
+    def leave(self, stays: Callable[[Span], bool]) -> None:
+        """Forget pages on blocks that do not stay."""
+        for key in [key for key in self._pages if not stays(key[1])]:
+            self._pool.forget(self._pages.pop(key))
 
 
 class SessionPrefixes:

@@ -5,11 +5,16 @@ Memory is taken from the system as slots are first written. Slots that were neve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
 import torch
 
 from services.block_server.cache.pool import PAGE_TOKENS
+from shoal.swarm.spans import Span
+
+_NOTHING = torch.empty(0)
 
 
 class KvStorage:
@@ -26,9 +31,24 @@ class KvStorage:
         device: torch.device,
     ) -> None:
         self.device = device
-        shape = (kv_heads, num_pages * PAGE_TOKENS, head_dim)
-        self._keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_blocks)]
-        self._values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_blocks)]
+        self._make = partial(torch.empty, (kv_heads, num_pages * PAGE_TOKENS, head_dim), dtype=dtype, device=device)
+        self.block_bytes = 2 * kv_heads * num_pages * PAGE_TOKENS * head_dim * dtype.itemsize
+        self._keys = [self._make() for _ in range(num_blocks)]
+        self._values = [self._make() for _ in range(num_blocks)]
+
+    def rearranged(self, before: Span, after: Span, held: Collection[int]) -> KvStorage:
+        """Return storage for the blocks `held` of the range `after`, of which this one has what is in `before`.
+
+        Blocks that both have are the same tensors; this one stays usable.
+        """
+        moved = copy.copy(self)
+        moved._keys, moved._values = [], []
+        for block in after.blocks():
+            place = block - before.start
+            for kept, new in ((self._keys, moved._keys), (self._values, moved._values)):
+                there = before.start <= block < before.end and kept[place].numel() > 0
+                new.append(kept[place] if block in held and there else self._make() if block in held else _NOTHING)
+        return moved
 
     def write(self, block: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store keys and values `[kv_heads, tokens, head_dim]` in the slots `[tokens]` of a block of the span."""

@@ -10,10 +10,12 @@ account is the obstacle holds up nobody. What was admitted is never preempted.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.block_server.cache.pool import PAGE_TOKENS, PagePool
 from services.block_server.engine.work import EngineSession, Open
+from shoal.swarm.spans import Span
 from shoal.wire.errors import CacheFull, QueueFull, QuotaExceeded, ShoalError
 
 
@@ -97,6 +99,12 @@ class Admission:
         left = [request for request in self._waiting if request.session is not session]
         self.withdrawn += len(self._waiting) - len(left)
         self._waiting = left
+
+    def leave(self, stays: Callable[[Span], bool], error: ShoalError) -> list[tuple[Open, ShoalError]]:
+        """Refuse those that wait on blocks that do not stay."""
+        refused = [(request, error) for request in self._waiting if not stays(request.session.span)]
+        self._waiting = [request for request in self._waiting if stays(request.session.span)]
+        return refused
 
     def give_back(self, session: EngineSession) -> None:
         """Take the pages of an admitted session off its account."""

@@ -23,12 +23,12 @@ from services.block_server.engine.admission import Admission
 from services.block_server.engine.batch import PackedBatch, Segment
 from services.block_server.engine.costs import PassCosts
 from services.block_server.engine.policy import Costs, Share, Waiting
-from services.block_server.engine.work import Close, EngineSession, Message, Open, Rollback, StepOutcome, Work
+from services.block_server.engine.work import Close, EngineSession, Hold, Message, Open, Rollback, StepOutcome, Work
 from services.block_server.weights.span_model import SpanModel
 from shoal.swarm.gathering import Gathering
 from shoal.swarm.snapshot import Load
 from shoal.swarm.spans import Span
-from shoal.wire.errors import SessionLost, ShoalError, TimedOut
+from shoal.wire.errors import ServerDraining, SessionLost, ShoalError, TimedOut
 
 _DELAY_SMOOTHING = 0.1
 # A session that decodes is expected back within this time: its client, and servers in between, take a part of it.
@@ -59,9 +59,9 @@ class EngineCore:
         policy: Policy,
         admission: Admission,
     ) -> None:
-        self._model = model
+        self._model: SpanModel | None = model
         self._pool = pool
-        self._storage = storage
+        self._storage: KvStorage | None = storage
         self._max_step_tokens = max_step_tokens
         self._policy = policy
         self._admission = admission
@@ -102,6 +102,8 @@ class EngineCore:
     def accept(self, message: Message) -> None:
         """Take one message."""
         match message:
+            case Open(session=session, reply=reply) if not self._holds(session.span):
+                self._settle(reply, _left())
             case Open(reply=reply):
                 refusal = self._admission.ask(message)
                 if refusal is not None:
@@ -112,6 +114,8 @@ class EngineCore:
                 self._release(session, SessionLost("the session was closed while a step was under way"))
                 if reply is not None:
                     self._settle(reply, self._pool.free_token_blocks)
+            case Hold():
+                self._hold(message)
             case Work() | Rollback() if message.session.cache is None:
                 self._settle(message.reply, SessionLost("the session has ended on this server; open a new one"))
             case Rollback(session, row_positions, reply):
@@ -153,6 +157,21 @@ class EngineCore:
             self._settle(request.reply, refusal)
         for session in list(self._sessions):
             self._release(session, error)
+
+    def _holds(self, span: Span) -> bool:
+        return self._model is not None and self._model.holds(span)
+
+    def _hold(self, message: Hold) -> None:
+        """Change weights and storage. What stays, stays as it is: pages are the same in all blocks."""
+        self._model, self._storage = message.model, message.storage
+        for request, refusal in self._admission.leave(self._holds, _left()):
+            self._settle(request.reply, refusal)
+        for session in [session for session in self._sessions if not self._holds(session.span)]:
+            self._release(session, _left())
+        self._prefixes.leave(self._holds)
+        self._served = {span: number for span, number in self._served.items() if self._holds(span)}
+        self._pool.num_blocks = message.num_blocks
+        self._settle(message.reply, None)
 
     def _admit(self, now_s: float) -> None:
         decided = self._admission.decide(now_s)
@@ -231,6 +250,9 @@ class EngineCore:
         )
 
     def _pass(self, taken: Sequence[_Taken]) -> None:
+        model, storage = self._model, self._storage
+        assert model is not None
+        assert storage is not None
         started_s = time.perf_counter()
         copies: list[Copy] = []
         segments = [segment for share in taken for segment in _segments(share, copies)]
@@ -239,10 +261,10 @@ class EngineCore:
         if decodes:
             self._gathering.leave([work.session for work in decodes], max(work.posted_s for work in decodes))
         if copies:
-            self._copy(copies, span)
-        batch = PackedBatch(segments, self._storage, self._model.span.start)
+            _copy(storage, copies, span, model.span.start)
+        batch = PackedBatch(segments, storage, model.span.start)
         hidden = torch.cat([s.work.hidden[s.work.done : s.work.done + s.end - s.start] for s in taken])
-        output = self._model.forward(hidden.to(self._storage.device), batch, span).to("cpu")
+        output = model.forward(hidden.to(storage.device), batch, span).to("cpu")
         for segment in segments:
             segment.row.length = segment.total
         spent_s = time.perf_counter() - started_s
@@ -255,13 +277,6 @@ class EngineCore:
         self._served[span] = self._sequence
         for share in taken:
             self._credit(share, output, started_s, spent_s, len(taken))
-
-    def _copy(self, copies: Sequence[Copy], span: Span) -> None:
-        """Give rows that are about to write into a shared page their own copy of it."""
-        sources = [copy.source * PAGE_TOKENS + slot for copy in copies for slot in range(copy.tokens)]
-        targets = [copy.target * PAGE_TOKENS + slot for copy in copies for slot in range(copy.tokens)]
-        first = self._model.span.start
-        self._storage.copy(range(span.start - first, span.end - first), sources, targets)
 
     def _credit(self, share: _Taken, output: torch.Tensor, started_s: float, spent_s: float, packed: int) -> None:
         work = share.work
@@ -312,6 +327,17 @@ def _move(session: EngineSession, row_sources: Sequence[int], row_positions: Seq
         cache.truncate(row_positions)
         if prefixes is not None:
             prefixes.truncate(row_positions)
+
+
+def _left() -> ServerDraining:
+    return ServerDraining("the server has left these blocks; the session goes on at another one")
+
+
+def _copy(storage: KvStorage, copies: Sequence[Copy], span: Span, first_block: int) -> None:
+    """Give rows that are about to write into a shared page their own copy of it."""
+    sources = [copy.source * PAGE_TOKENS + slot for copy in copies for slot in range(copy.tokens)]
+    targets = [copy.target * PAGE_TOKENS + slot for copy in copies for slot in range(copy.tokens)]
+    storage.copy(range(span.start - first_block, span.end - first_block), sources, targets)
 
 
 def _lay_out(waiting: dict[int, Work], shares: Sequence[Share]) -> list[_Taken]:

@@ -22,7 +22,7 @@ from services.block_server.cache.storage import KvStorage
 from services.block_server.engine.admission import Admission, AdmissionRules
 from services.block_server.engine.core import EngineCore, Policy, Settled
 from services.block_server.engine.policy import choose
-from services.block_server.engine.work import EngineSession, Mailbox, Open, Rollback, StepOutcome, Work
+from services.block_server.engine.work import EngineSession, Hold, Mailbox, Open, Rollback, StepOutcome, Work
 from services.block_server.weights.span_model import SpanModel
 from shoal.swarm.snapshot import Load
 from shoal.swarm.spans import Span
@@ -61,7 +61,10 @@ class Terms(TypedDict, total=False):
 
 
 class Engine:
-    """Runs a span's blocks for sessions. Start it once; stop it from the same event loop."""
+    """Runs a span's blocks for sessions. Start it once; stop it from the same event loop.
+
+    `model` and `storage` are what it computes with, None while it holds nothing.
+    """
 
     def __init__(
         self,
@@ -71,6 +74,8 @@ class Engine:
         options: EngineOptions,
         policy: Policy = choose,
     ) -> None:
+        self.model: SpanModel | None = model
+        self.storage: KvStorage | None = storage
         rules = AdmissionRules(options.account_share, options.patience_s, options.max_waiting)
         self._core = EngineCore(model, pool, storage, options.max_step_tokens, policy, Admission(pool, rules))
         self._options = options
@@ -208,6 +213,20 @@ class Engine:
             self._mailbox.post_close(session)
         except Unavailable:
             return
+
+    async def hold(self, model: SpanModel | None, storage: KvStorage | None, num_blocks: int) -> None:
+        """Compute with other weights and storage from the next pass on, with nothing if there are none.
+
+        Sessions on blocks that are in both go on as if nothing had happened; others are ended. `num_blocks` of what is
+        held count as cache that sessions may ask for.
+
+        Raises:
+            Unavailable: if the engine has stopped.
+        """
+        reply: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._mailbox.post(Hold(model, storage, num_blocks, reply))
+        self.model, self.storage = model, storage
+        await reply
 
     def load(self) -> Load:
         """Return free cache, open sessions, waiting rows and the smoothed wait of decode steps."""

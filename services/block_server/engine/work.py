@@ -16,7 +16,9 @@ import torch
 from services.block_server.cache.pool import pages_for
 from services.block_server.cache.prefixes import SessionPrefixes
 from services.block_server.cache.rows import SessionRows
+from services.block_server.cache.storage import KvStorage
 from services.block_server.engine.policy import Waiting
+from services.block_server.weights.span_model import SpanModel
 from shoal.swarm.spans import Span
 from shoal.wire.errors import QueueFull, Unavailable
 
@@ -125,11 +127,25 @@ class Close:
     reply: asyncio.Future[int] | None
 
 
-Message = Open | Work | Rollback | Close
+@dataclass(slots=True, eq=False)
+class Hold:
+    """Compute with other weights and storage from the next pass on, None for none; of them `num_blocks` count as cache.
+
+    Storage has, for blocks that were there before, the same tensors. Sessions on blocks that are not there any more are
+    ended.
+    """
+
+    model: SpanModel | None
+    storage: KvStorage | None
+    num_blocks: int
+    reply: asyncio.Future[None]
+
+
+Message = Open | Work | Rollback | Close | Hold
 
 
 class Mailbox:
-    """Messages to the engine thread, in order. At most `limit` messages other than closes wait at a time."""
+    """Messages to the engine thread, in order. At most `limit` that sessions ask for wait at a time."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -138,7 +154,7 @@ class Mailbox:
         self._bounded = 0
         self._shut = False
 
-    def post(self, message: Open | Work | Rollback) -> None:
+    def post(self, message: Open | Work | Rollback | Hold) -> None:
         """Add a message.
 
         Raises:
@@ -147,9 +163,10 @@ class Mailbox:
         """
         with self._changed:
             self._check_running()
-            if self._bounded >= self._limit:
-                raise QueueFull(f"{self._limit} requests wait for the engine; try later or another server")
-            self._bounded += 1
+            if not isinstance(message, Hold):
+                if self._bounded >= self._limit:
+                    raise QueueFull(f"{self._limit} requests wait for the engine; try later or another server")
+                self._bounded += 1
             self._messages.append(message)
             self._changed.notify()
 

@@ -6,6 +6,7 @@ checkpoint, or loading fails by name. Nothing outside the span is read.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,10 @@ from shoal.wire.logs import get_logger
 
 
 class SpanModel:
-    """Decoder layers of `span`, in one element type on one device. Build with `load_span`."""
+    """Decoder layers of `span`, in one element type on one device. Build with `load_span`.
+
+    While a server changes from one span to another, some blocks of the range may not be there.
+    """
 
     def __init__(self, family: Family, span: Span, layers: Layers, blocks: list[Any], dtype: torch.dtype) -> None:
         self.family = family
@@ -30,6 +34,32 @@ class SpanModel:
         self.dtype = dtype
         self._layers = layers
         self._blocks = blocks
+
+    @property
+    def block_bytes(self) -> int:
+        """Memory of one block's weights; of the largest, if they differ."""
+        sizes: list[int] = [
+            sum(tensor.nbytes for tensor in block.parameters()) for block in self._blocks if block is not None
+        ]
+        return max(sizes)
+
+    def holds(self, span: Span) -> bool:
+        """Tell whether all blocks of a span are here."""
+        return self.span.covers(span) and all(
+            self._blocks[block - self.span.start] is not None for block in span.blocks()
+        )
+
+    def with_blocks(self, others: Sequence[SpanModel], held: Collection[int]) -> SpanModel:
+        """Return a model of the blocks `held`, which this one or one of `others` has; the range may have gaps."""
+        found = {
+            block: layer
+            for model in (self, *others)
+            for block, layer in zip(model.span.blocks(), model._blocks, strict=True)
+            if layer is not None
+        }
+        span = Span(min(held), max(held) + 1)
+        blocks = [found[block] if block in held else None for block in span.blocks()]
+        return SpanModel(self.family, span, self._layers, blocks, self.dtype)
 
     def forward(self, hidden: torch.Tensor, batch: PackedBatch, span: Span) -> torch.Tensor:
         """Run the blocks of `span`, part of this model's, over `[tokens, hidden]`; returns the same shape."""

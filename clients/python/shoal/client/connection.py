@@ -22,10 +22,11 @@ from shoal.client.config import SequenceManagerConfig, SequenceManagerState
 from shoal.client.discovery import Discovery
 from shoal.client.encoding import CODECS, as_sent
 from shoal.client.failures import Bans, judge
-from shoal.client.hops import HopStream, Output
+from shoal.client.hops import HopStream
 from shoal.client.journal import Journal
 from shoal.client.links import plan_links
 from shoal.client.loop import LoopThread
+from shoal.client.outputs import Output
 from shoal.client.prefixes import page_chains
 from shoal.client.routes import RouteSource
 from shoal.client.session import InferenceSession

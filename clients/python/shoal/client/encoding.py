@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal.client.hops import Output
+from shoal.client.outputs import Output
 from shoal.v1 import common_pb2 as common
 from shoal.wire.tensors import TensorAssembler, encode, pieces
 

@@ -7,6 +7,7 @@ without waiting. It ends when the stream does.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ import grpc
 import grpc.aio
 import torch
 
+from shoal.client.outputs import Output, StepTiming
 from shoal.client.parts import Part
 from shoal.swarm.routing import Hop
 from shoal.v1 import block_server_pb2 as pb
@@ -31,26 +33,6 @@ T = TypeVar("T")
 Stream = grpc.aio.StreamStreamCall[pb.InferRequest, pb.InferResponse]
 
 
-@dataclass(frozen=True, slots=True)
-class StepTiming:
-    """What one hop reported of one step; times in seconds."""
-
-    server_id: str
-    queue_s: float
-    engine_s: float
-    packed_sessions: int
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """A hop's answer to a part: hidden states `[tokens, hidden]`, as they came on the wire, and where time went."""
-
-    hidden: torch.Tensor
-    header: common.TensorHeader
-    encoded: memoryview
-    timing: StepTiming | None = None
-
-
 class Listener(Protocol):
     """Whom a stream tells what comes, on the loop's thread."""
 
@@ -60,6 +42,10 @@ class Listener(Protocol):
 
     def push_failure(self, stream: HopStream, error: ShoalError) -> None:
         """Learn that the server cannot hand its outputs to the next one."""
+        ...
+
+    def asked_to_move(self, stream: HopStream) -> None:
+        """Learn that the server will not hold the session for much longer."""
         ...
 
     def broke(self, stream: HopStream, error: ShoalError) -> None:
@@ -81,7 +67,8 @@ class HopStream:
 
     Any failure breaks the stream for good: the server frees the session when the stream ends, however it ends.
     `sign_s` is when the server last showed a sign of life (monotonic). `next_step` is the number that the server
-    expects next. `failure` says why the stream has ended, `push_error` why the server pushes nothing.
+    expects next. `failure` says why the stream has ended, `push_error` why the server pushes nothing, `leave_by_s` when
+    the server ends the session because it leaves (monotonic); infinite if it does not.
     """
 
     def __init__(
@@ -97,6 +84,7 @@ class HopStream:
         self.next_step = 0
         self.failure: ShoalError | None = None
         self.push_error: ShoalError | None = None
+        self.leave_by_s = math.inf
         self.sign_s = 0.0
         self._connect_timeout_s, self._step_timeout_s = timeouts
         self._stub = BlockServerServiceStub(channel)
@@ -289,6 +277,10 @@ class HopStream:
                 self.push_error = error_classes().get(failed.reason, ShoalError)(failed.message)
                 assert self._listener is not None
                 self._listener.push_failure(self, self.push_error)
+            case "moving":
+                self.leave_by_s = self.sign_s + from_duration(answer.moving.time_left)
+                assert self._listener is not None
+                self._listener.asked_to_move(self)
             case _:
                 if self._answer is None or self._answer.done():
                     raise self._named(Corrupted("the server sent an answer that nobody asked for"))

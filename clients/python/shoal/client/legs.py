@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from shoal.client.hops import HopStream, StepTiming
+from shoal.client.hops import HopStream
 from shoal.client.journal import Journal, JournalState
+from shoal.client.outputs import StepTiming
 from shoal.client.parts import Part
 from shoal.swarm.routing import Hop, Route
 from shoal.swarm.spans import Span
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """How one lost server was replaced; times in seconds, `detected_at_s` monotonic.
+    """How one server was replaced; times in seconds, `detected_at_s` monotonic.
 
-    The pause that the user feels is `waited_s + plan_s + open_s + replay_s`: failed attempts and pauses, then the
-    attempt that held.
+    When it was lost, the pause that the user feels is `waited_s + plan_s + open_s + replay_s`: failed attempts and
+    pauses, then the attempt that held. When it asked for it, only the part of `replay_s` that is for the newest tokens.
     """
 
     server_id: str
@@ -129,7 +130,12 @@ async def open_legs(connection: SwarmConnection, route: Route, pipeline: Pipelin
     streams = connection.streams(route, pipeline.session_id, pipeline.rows, pipeline.max_tokens, push)
     for stream in streams if fresh else []:
         stream.opening.prefixes.extend(pb.PrefixChain(page_hashes=chain) for chain in pipeline.prefixes)
-    results = await asyncio.gather(*(stream.open(pipeline) for stream in streams), return_exceptions=True)
+    try:
+        results = await asyncio.gather(*(stream.open(pipeline) for stream in streams), return_exceptions=True)
+    except BaseException:  # a cancellation: nobody would end them
+        for stream in streams:
+            stream.cut()
+        raise
     failed = [result for result in results if isinstance(result, BaseException)]
     if failed:
         await asyncio.gather(*(stream.close() for stream in streams), return_exceptions=True)
@@ -152,24 +158,25 @@ async def open_legs(connection: SwarmConnection, route: Route, pipeline: Pipelin
     ]
 
 
-async def replay(legs: Sequence[Leg], journal: Journal, positions: Sequence[int]) -> int:
-    """Feed the first `positions` tokens of a lost leg's journal, as one prefill, through the legs in its place.
+async def replay(legs: Sequence[Leg], journal: Journal, positions: Sequence[int], done: Sequence[int] = ()) -> int:
+    """Feed the first `positions` tokens of a leg's journal, as one prefill, through the legs that take its place.
 
-    Returns how many tokens that were. The journal stays as it is, to be the first one's.
+    They have the first `done` of each row already. Returns how many tokens were fed. The journal stays as it is, to be
+    the first one's; its tokens are taken before the first pause.
 
     Raises:
         ShoalError: what a server answered; all the legs are let go then.
     """
-    nothing = (0,) * len(positions)
-    part = Part(0, nothing, tuple(positions))
+    before = tuple(done) or (0,) * len(positions)
+    part = Part(0, before, tuple(after - held for after, held in zip(positions, before, strict=True)))
     if not part.tokens:
         return 0
-    hidden = journal.packed(nothing, positions)
+    hidden = journal.packed(before, positions)
     try:
         for number, leg in enumerate(legs):
             assert leg.stream is not None
             if number:
-                leg.journal.append(hidden, positions)
+                leg.journal.append(hidden, part.lengths)
             hidden = (await leg.stream.call(part, hidden, ops=False)).hidden
     except BaseException:  # a cancellation too: half a replay is of no use
         for leg in legs:

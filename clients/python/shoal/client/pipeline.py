@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shoal.client.hops import HopStream, Output
+from shoal.client.hops import HopStream
 from shoal.client.legs import Leg, Recovery, Saved
 from shoal.client.links import link_legs
+from shoal.client.moving import Mover
+from shoal.client.outputs import Output
 from shoal.client.parts import Part, cut_step
 from shoal.client.repair import Repair
 from shoal.client.retry import Retry
@@ -43,7 +45,9 @@ class Pipeline:
     `positions` are those after the last step, `parts` what not all legs have answered, in order; `next` is the index
     of the next part. `prefixes` name what the prompt begins with, `cached` is how much of it all servers hold, and
     `adopted` tells that the session took it: legs behind the first were not fed it then. `linked` tells that servers
-    were told where outputs go, `push_failed` that one could not.
+    were told where outputs go, `push_failed` that one could not. Who holds `turn` finds no step under way;
+    `row_changes` counts what changed rows other than by a
+    step that adds to them.
     """
 
     def __init__(self, connection: SwarmConnection, span: Span, rows: int, max_tokens: int) -> None:
@@ -63,9 +67,12 @@ class Pipeline:
         self.linked = False
         self.push_failed = False
         self.closed = False
+        self.turn = asyncio.Lock()
+        self.row_changes = 0
         self._outputs: dict[int, torch.Tensor] = {}
         self._changed = asyncio.Event()
-        self._repair = Repair(self)
+        self.repair = Repair(self)
+        self.mover = Mover(self)
 
     async def open(self) -> None:
         """Open the session on servers.
@@ -73,7 +80,8 @@ class Pipeline:
         Raises:
             ShoalError: when the time for opening is over.
         """
-        await self._repair.run(self._retry(self.connection.config.open_timeout_s))
+        async with self.turn:
+            await self.repair.run(self._retry(self.connection.config.open_timeout_s))
 
     async def step(
         self, hidden: torch.Tensor, lengths: tuple[int, ...], sources: tuple[int, ...], kept: tuple[int, ...] | None
@@ -83,12 +91,19 @@ class Pipeline:
         Raises:
             ShoalError: what a server answered, when others could not take over; the session is as before then.
         """
+        async with self.turn:
+            return await self._step(hidden, lengths, sources, kept)
+
+    async def _step(
+        self, hidden: torch.Tensor, lengths: tuple[int, ...], sources: tuple[int, ...], kept: tuple[int, ...] | None
+    ) -> torch.Tensor:
         retry = self._retry(self.connection.config.recovery_timeout_s)
         held = tuple(self.positions[source] for source in sources) if sources else self.positions
         step = Part(self.next, kept or held, lengths, sources, kept is not None and kept != held)
         saved: list[Saved] | None = None
         if step.changes_rows:
-            await self._settle(retry)
+            self.row_changes += 1
+            await self.settle(retry)
             saved = [leg.save() for leg in self.legs]
         parts = cut_step(step, self.connection.config.prefill_chunk_tokens if len(self.legs) > 1 else 0)
         wanted = range(step.index, step.index + len(parts))
@@ -96,7 +111,7 @@ class Pipeline:
             await self._prepare(retry)
             await self._flow(parts, hidden)
             if not self._complete(wanted):
-                await self._repair.run(retry)
+                await self.repair.run(retry)
         except ShoalError:
             await self._unwind(step.index, saved)
             raise
@@ -107,13 +122,21 @@ class Pipeline:
         self.positions = parts[-1].after
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def adopt(self, hidden: torch.Tensor, lengths: tuple[int, ...]) -> None:
-        """Begin with `lengths` tokens of each row that all servers hold; `hidden` `[tokens, hidden]` is their input."""
-        self.legs[0].journal.append(self.connection.as_sent(hidden).hidden, lengths)
-        for leg in self.legs[1:]:
-            leg.journal.skip(lengths)
-        self.positions = lengths
-        self.adopted = True
+    async def adopt(self, hidden: torch.Tensor, lengths: tuple[int, ...]) -> bool:
+        """Begin with `lengths` tokens of each row that all servers hold; `hidden` `[tokens, hidden]` is their input.
+
+        Returns False, and does nothing, if they hold less by now.
+        """
+        async with self.turn:
+            if any(wanted > held for wanted, held in zip(lengths, self.cached, strict=True)):
+                return False
+            self.legs[0].journal.append(self.connection.as_sent(hidden).hidden, lengths)
+            for leg in self.legs[1:]:
+                leg.journal.skip(lengths)
+            self.positions = lengths
+            self.adopted = True
+            self.row_changes += 1
+            return True
 
     async def roll_back(self, positions: tuple[int, ...]) -> None:
         """Make all rows forget all but their first `positions` tokens; a server that does not follow is let go.
@@ -121,13 +144,16 @@ class Pipeline:
         Raises:
             ShoalError: if what a lost server still owed cannot be had again.
         """
-        await self._settle(self._retry(self.connection.config.recovery_timeout_s))
-        self.positions = positions
-        await asyncio.gather(*(self._roll_back(leg, positions) for leg in self.legs))
+        async with self.turn:
+            self.row_changes += 1
+            await self.settle()
+            self.positions = positions
+            await asyncio.gather(*(self._roll_back(leg, positions) for leg in self.legs))
 
     async def close(self) -> None:
         """Free the session on all servers."""
         self.closed = True
+        self.mover.stop()
         streams = [leg.release() for leg in self.legs]
         self._changed.set()  # a step that is under way ends
         await asyncio.gather(*(stream.close() for stream in streams if stream is not None), return_exceptions=True)
@@ -141,7 +167,7 @@ class Pipeline:
             return
         self.deliver(index, part, output)
         # Once a push has failed, `Repair` carries: the next leg may expect the part from the server already.
-        carries = not (self.legs[index].pushes or self.push_failed or self._repair.running)
+        carries = not (self.legs[index].pushes or self.push_failed or self.repair.running)
         if carries and index + 1 < len(self.legs):
             await self._feed(index + 1, part, output)
 
@@ -151,8 +177,12 @@ class Pipeline:
             if leg.stream is stream and leg.pushes:
                 leg.pushes = False
                 self.push_failed = True
-                self._repair.suspect(leg, following, error)
+                self.repair.suspect(leg, following, error)
         self._changed.set()
+
+    def asked_to_move(self, stream: HopStream) -> None:
+        """Leave a server between two steps."""
+        self.mover.begin()
 
     def broke(self, stream: HopStream, error: ShoalError) -> None:
         """Take a server that is gone out of the session."""
@@ -165,9 +195,9 @@ class Pipeline:
     async def _prepare(self, retry: Retry) -> None:
         """Restore legs that were lost since the last step; link servers that are not linked."""
         if self.troubled():
-            await self._repair.run(retry)
+            await self.repair.run(retry)
         if not self.linked and self.connection.config.push and len(self.legs) > 1:
-            await self._settle(retry)
+            await self.settle(retry)
             await link_legs(self.legs, self.next, self.connection.reachable, self.lose)
             self.linked = True
 
@@ -248,12 +278,17 @@ class Pipeline:
         """Return the first leg that has not answered everything: all before it have."""
         return next((leg for leg in self.legs if leg.done < self.next), None)
 
-    async def _settle(self, retry: Retry) -> None:
-        """Wait until all legs have answered everything, also what only the journals need."""
+    async def settle(self, retry: Retry | None = None) -> None:
+        """Wait until all legs have answered everything, also what only the journals need.
+
+        Raises:
+            ShoalError: if what a lost server still owed cannot be had again.
+        """
+        retry = retry or self._retry(self.connection.config.recovery_timeout_s)
         if not self.troubled():
             await self._until(lambda: self._late() is None)
         if self.troubled():
-            await self._repair.run(retry)
+            await self.repair.run(retry)
 
     # A step that does not.
 

@@ -14,7 +14,7 @@ from shoal.client.failures import Verdict, judge
 from shoal.client.legs import Leg, Recovery, open_legs, replay
 from shoal.client.retry import Retry
 from shoal.swarm.spans import Span
-from shoal.wire.errors import NotAuthenticated, SessionLost, ShoalError, StepOutOfOrder
+from shoal.wire.errors import NotAuthenticated, ServerDraining, SessionLost, ShoalError, StepOutOfOrder
 
 if TYPE_CHECKING:
     from shoal.client.pipeline import Pipeline
@@ -40,7 +40,7 @@ class Repair:
         """
         self.running = True
         try:
-            await self._end_pushing()
+            await self.end_pushing()
             self._gather()
             index = 0
             while index < len(self._pipeline.legs):
@@ -53,7 +53,7 @@ class Repair:
         finally:
             self.running = False
 
-    async def _end_pushing(self) -> None:
+    async def end_pushing(self) -> None:
         """Let every server finish and answer what it has."""
         pipeline = self._pipeline
         await asyncio.gather(*(self._sync(leg) for leg in pipeline.legs))
@@ -141,7 +141,9 @@ class Repair:
         positions = lost.journal.positions if missing is None else missing.before
         # A session that begins is linked from the start, and asks for what is known of its prompt.
         fresh = len(pipeline.legs) == 1 and not any(positions)
-        passed_over: set[str] = set()
+        # A server that leaves is not to be asked again.
+        left = lost.lost_to.details if isinstance(lost.lost_to, ServerDraining) else {}
+        passed_over = {left["server_id"]} if "server_id" in left else set()
         while True:
             planned_s = time.monotonic()
             try:
@@ -161,25 +163,30 @@ class Repair:
                 self._check_open()
                 continue
             break
-        self._replace(index, legs)
+        self.replace([lost], legs)
         pipeline.linked = fresh and pipeline.connection.config.push
         if lost.lost_to is not None:
             self._note(lost, legs, tokens, (planned_s, routed_s, opened_s, time.monotonic()))
 
-    def _replace(self, index: int, legs: list[Leg]) -> None:
+    def replace(self, old: list[Leg], legs: list[Leg]) -> None:
+        """Put legs in place of others that follow each other, whose state they have.
+
+        Raises:
+            SessionLost: if the session was closed meanwhile.
+        """
         pipeline = self._pipeline
         if pipeline.closed:
             for leg in legs:
                 leg.cut()
             raise SessionLost("the session was closed")
-        lost = pipeline.legs[index]
         for leg in legs:
             # Rows were exchanged and cut in what was replayed already.
-            leg.done, leg.settled = lost.done, pipeline.next
+            leg.done, leg.settled = old[-1].done, pipeline.next
             if leg.stream is not None:
                 pipeline.connection.note_success(leg.stream.hop.server.server_id)
-        legs[0].journal = lost.journal
-        pipeline.legs[index : index + 1] = legs
+        legs[0].journal = old[0].journal
+        index = pipeline.legs.index(old[0])
+        pipeline.legs[index : index + len(old)] = legs
         for leg in legs:
             # What a stream told before its leg was in place.
             if leg.stream is not None and leg.stream.failure is not None:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from shoal.client.fed import FedIds
-from shoal.client.hops import StepTiming
 from shoal.client.legs import Recovery
+from shoal.client.outputs import StepTiming
 from shoal.client.pipeline import Pipeline
 from shoal.swarm.routing import Hop
 from shoal.swarm.spans import Span
@@ -78,8 +78,13 @@ class InferenceSession:
 
     @property
     def recoveries(self) -> list[Recovery]:
-        """The servers that were replaced so far."""
+        """The lost servers that were replaced so far."""
         return self._pipeline.recoveries
+
+    @property
+    def moves(self) -> list[Recovery]:
+        """The servers that asked the session to move and were left so far."""
+        return self._pipeline.mover.moves
 
     @property
     def position(self) -> int:
@@ -147,7 +152,8 @@ class InferenceSession:
     def _step_rest(self, hidden: torch.Tensor, lengths: Sequence[int], skipped: Sequence[int]) -> torch.Tensor:
         rows = list(torch.split(hidden, list(lengths)))
         known = torch.cat([row[:count] for row, count in zip(rows, skipped, strict=True)])
-        self._pipeline.adopt(known.detach(), tuple(skipped))
+        if not self.connection.run(self._pipeline.adopt(known.detach(), tuple(skipped))):
+            return self.step_packed(hidden, lengths)
         rest = [length - count for length, count in zip(lengths, skipped, strict=True)]
         packed = self.step_packed(torch.cat([row[count:] for row, count in zip(rows, skipped, strict=True)]), rest)
         output = torch.zeros_like(hidden)

@@ -441,6 +441,7 @@ class InferResponse(message.Message):
     LINKED_FIELD_NUMBER: builtins.int
     SYNCED_FIELD_NUMBER: builtins.int
     PUSH_FAILED_FIELD_NUMBER: builtins.int
+    MOVING_FIELD_NUMBER: builtins.int
     @builtins.property
     def opened(self) -> SessionOpened:
         """Answer to `open`."""
@@ -477,6 +478,10 @@ class InferResponse(message.Message):
     def push_failed(self) -> PushFailed:
         """An output could not be pushed: the client has to take it, and those after it, to the next hop."""
 
+    @builtins.property
+    def moving(self) -> Moving:
+        """The session has to move to other servers. Comes at any time after `opened`, at most once for each deadline."""
+
     def __init__(
         self,
         *,
@@ -489,12 +494,13 @@ class InferResponse(message.Message):
         linked: Linked | None = ...,
         synced: Synced | None = ...,
         push_failed: PushFailed | None = ...,
+        moving: Moving | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "closed", b"closed", "frame", b"frame", "linked", b"linked", "opened", b"opened", "progress", b"progress", "push_failed", b"push_failed", "rolled_back", b"rolled_back", "step", b"step", "synced", b"synced"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "closed", b"closed", "frame", b"frame", "linked", b"linked", "moving", b"moving", "opened", b"opened", "progress", b"progress", "push_failed", b"push_failed", "rolled_back", b"rolled_back", "step", b"step", "synced", b"synced"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "closed", b"closed", "frame", b"frame", "linked", b"linked", "opened", b"opened", "progress", b"progress", "push_failed", b"push_failed", "rolled_back", b"rolled_back", "step", b"step", "synced", b"synced"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["chunk", b"chunk", "closed", b"closed", "frame", b"frame", "linked", b"linked", "moving", b"moving", "opened", b"opened", "progress", b"progress", "push_failed", b"push_failed", "rolled_back", b"rolled_back", "step", b"step", "synced", b"synced"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = typing.Literal["opened", "step", "chunk", "closed", "rolled_back", "progress", "linked", "synced", "push_failed"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = typing.Literal["opened", "step", "chunk", "closed", "rolled_back", "progress", "linked", "synced", "push_failed", "moving"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -683,6 +689,30 @@ class PushFailed(message.Message):
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = typing.Literal["message", b"message", "reason", b"reason", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class Moving(message.Message):
+    """The server will not hold the session's blocks for much longer. It goes on with the session until then, so that the
+    client can bring it to others between two steps, and ends it afterwards.
+    """
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    TIME_LEFT_FIELD_NUMBER: builtins.int
+    @builtins.property
+    def time_left(self) -> duration_pb2.Duration:
+        """How long the session may stay."""
+
+    def __init__(
+        self,
+        *,
+        time_left: duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = typing.Literal["time_left", b"time_left"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["time_left", b"time_left"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
