@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -68,9 +67,9 @@ class RebalanceService(rebalance_pb2_grpc.RebalanceServiceServicer):
         wish = PlanWish(model, request.max_moves, frozenset(request.pinned_servers), request.seed)
         known = await self._store.of_request(request.request_id)
         if known is None:
-            ids = {"plan_id": new_id(), "request_id": request.request_id}
-            making = partial(make_plan, **ids, created_by=current_claims().account, now_s=now_s())
-            known = await self._store.add(await asyncio.to_thread(making, snapshot, wish))
+            plan_id, account = new_id(), current_claims().account
+            made = await asyncio.to_thread(make_plan, snapshot, wish, plan_id, request.request_id, account, now_s())
+            known = await self._store.add(made)
         if known.model != model:
             raise AlreadyExists(f"request {request.request_id} made plan {known.plan_id} for {known.model}")
         return pb.PlanRebalanceResponse(plan=plan_to_proto(known))

@@ -227,7 +227,10 @@ class FakeBlockServer:
         call = stub.AnnounceServer()
         try:
             await call.write(self.record())
-            while (answer := await call.read()) is not grpc.aio.EOF:
+            while True:
+                answer: Any = await call.read()
+                if answer is grpc.aio.EOF:
+                    return
                 if answer.WhichOneof("frame") == "directive":
                     self.obey(answer.directive)
                     continue

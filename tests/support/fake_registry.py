@@ -109,6 +109,21 @@ class FakeRegistry(registry_pb2_grpc.RegistryServiceServicer):
         count = registry_pb2.AdoptCount(outcome=registry_pb2.ADOPT_OUTCOME_ADOPTED, count=len(request.records))
         return registry_pb2.AdoptRecordsResponse(counts=[count], revision=1)
 
+    async def DirectServers(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    async def GetDirectives(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    async def DrainServer(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    async def PauseServer(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    async def ResumeServer(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     async def ListServers(self, request: Any, context: Any) -> Any:
         """Run the test's function, awaiting what it returns if need be."""
         answer = self.list_servers(request, context)

@@ -120,13 +120,14 @@ class LiveSwarm:
         elif name == plan.DHT_NODE:
             child = plan.dht_node(self.folder, at, self._swarm.keys)
         else:
-            child = plan.router(self.folder, at, self._swarm.keys)
+            child = plan.router(self.folder, at, self._swarm.keys, self.postgres.url)
         self._launch(name, child.command, child.env)
 
     def empty_database(self) -> None:
         """Lose all that is in the database, then bring it to the schema as its operator would; the registry is down."""
         with psycopg.connect(self.postgres.url, autocommit=True) as db:
             db.execute("DROP SCHEMA registry CASCADE")
+            db.execute("DROP SCHEMA router CASCADE")
         self._swarm.upgrade_schema(self.postgres.url)
 
     def start_server(

@@ -134,7 +134,7 @@ class EngineCore:
             self._drop_late(now_s)
         if self._admission.waiting:
             self._admit(now_s)
-        if self._waiting and not self._hold():
+        if self._waiting and not self._gathers():
             waiting = [work.waiting for work in self._waiting.values()]
             expected = 0 if all(step.decode for step in waiting) else self._expected_tokens()
             shares = self._policy(waiting, self._max_step_tokens, now_s, self._costs, self._served, expected)
@@ -187,7 +187,7 @@ class EngineCore:
         for request, error in decided.refused:
             self._settle(request.reply, error)
 
-    def _hold(self) -> bool:
+    def _gathers(self) -> bool:
         """Tell whether the next pass is better held: `shoal.swarm.gathering`. Only ever done to decode steps."""
         works = self._waiting.values()
         span = next(iter(works)).session.span

@@ -23,7 +23,7 @@ class PlanWish:
 
 
 def make_plan(
-    snapshot: SwarmSnapshot, wish: PlanWish, *, plan_id: str, request_id: str, created_by: str, now_s: float
+    snapshot: SwarmSnapshot, wish: PlanWish, plan_id: str, request_id: str, created_by: str, now_s: float
 ) -> Plan:
     """Return a plan for a model, PROPOSED.
 

@@ -15,8 +15,8 @@ import grpc.aio
 import pytest
 
 from services.up.embedded import EmbeddedPostgres, EmbeddedValkey
+from shoal.v1 import common_pb2, registry_pb2, swarm_pb2
 from shoal.v1 import rebalance_pb2 as pb
-from shoal.v1 import registry_pb2, swarm_pb2
 from shoal.v1.rebalance_pb2_grpc import RebalanceServiceStub
 from shoal.v1.registry_pb2_grpc import RegistryServiceStub
 from shoal.wire.clock import new_id
@@ -26,6 +26,7 @@ from shoal.wire.status import from_rpc_error
 from shoal.wire.tokens import Role
 from tests.support.control_plane import ControlPlane, FakeBlockServer, announcing, eventually
 
+TINY = common_pb2.ModelId(prefix="tiny")
 ENDED = (pb.PLAN_STATE_DONE, pb.PLAN_STATE_ABORTED, pb.PLAN_STATE_FAILED)
 
 
@@ -52,10 +53,12 @@ class Operator:
     async def plan(self, request_id: str = "") -> pb.Plan:
         request = pb.PlanRebalanceRequest(request_id=request_id or new_id())
         request.model.prefix = "tiny"
-        return (await self.ask("PlanRebalance", request)).plan
+        answer: pb.PlanRebalanceResponse = await self.ask("PlanRebalance", request)
+        return answer.plan
 
     async def get(self, plan_id: str) -> pb.Plan:
-        return (await self.ask("GetPlan", pb.GetPlanRequest(plan_id=plan_id))).plan
+        answer: pb.GetPlanResponse = await self.ask("GetPlan", pb.GetPlanRequest(plan_id=plan_id))
+        return answer.plan
 
     async def begin(self, plan: pb.Plan) -> None:
         await self.ask("ApprovePlan", pb.ApprovePlanRequest(plan_id=plan.plan_id))
@@ -66,7 +69,8 @@ class Operator:
             found = await self.get(plan.plan_id)
             return found if found.state in ENDED else None
 
-        return await eventually(ended, timeout_s=60.0)
+        found: pb.Plan = await eventually(ended, timeout_s=60.0)
+        return found
 
     async def coverage(self) -> list[int]:
         request = registry_pb2.GetCoverageRequest()
@@ -116,9 +120,9 @@ async def test_a_plan_closes_a_hole_and_everybody_can_see_how(plane: ControlPlan
 async def test_bad_requests_are_told_what_is_wrong(plane: ControlPlane) -> None:
     async with holed(plane) as (operator, _), plane.member(Role.USER) as user:
         for wrong, error in (
-            (pb.PlanRebalanceRequest(request_id="r", model={"prefix": "nothing"}), UnknownModel),
-            (pb.PlanRebalanceRequest(model={"prefix": "tiny"}), InvalidRequest),
-            (pb.PlanRebalanceRequest(request_id="r", model={"prefix": "tiny"}, pinned_servers=["x"]), NotFound),
+            (pb.PlanRebalanceRequest(request_id="r", model=common_pb2.ModelId(prefix="nothing")), UnknownModel),
+            (pb.PlanRebalanceRequest(model=TINY), InvalidRequest),
+            (pb.PlanRebalanceRequest(request_id="r", model=TINY, pinned_servers=["x"]), NotFound),
         ):
             with pytest.raises(error):
                 await operator.ask("PlanRebalance", wrong)
@@ -186,7 +190,7 @@ async def test_whatever_is_killed_at_whatever_point_the_plan_ends_and_no_block_i
         mover = next(one for one in servers if one.server_id == plan.steps[0].moves[0].server_id)
         obey, held = mover.obey, list[registry_pb2.Directive]()
         if when in ("told", "obeyed"):
-            mover.obey = held.append  # type: ignore[method-assign]
+            mover.obey = held.append  # type: ignore[method-assign,assignment]
         if when == "approved":
             await operator.ask("ApprovePlan", pb.ApprovePlanRequest(plan_id=plan.plan_id))
         else:

@@ -12,36 +12,44 @@ import psycopg
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import create_engine
+from sqlalchemy import MetaData, create_engine
 
+from services.chassis.schema import Schema
 from services.chassis.storage import database_url
-from services.registry.schema import check_version, newest_version, upgrade
-from services.registry.tables import SCHEMA, metadata
+from services.registry.schema import REGISTRY_SCHEMA
+from services.registry.tables import metadata as registry_metadata
+from services.router.schema import ROUTER_SCHEMA
+from services.router.tables import metadata as router_metadata
 from shoal.wire.errors import Incompatible, InvalidRequest, Unavailable
 
 
 def set_version(url: str, version: str) -> None:
     with psycopg.connect(url) as db:
-        db.execute(f"UPDATE {SCHEMA}.alembic_version SET version_num = %s".encode(), (version,))
+        db.execute(f"UPDATE {REGISTRY_SCHEMA.name}.alembic_version SET version_num = %s".encode(), (version,))
 
 
 def check(url: str) -> None:
     engine = create_engine(database_url(url))
     try:
         with engine.connect() as db:
-            check_version(db)
+            REGISTRY_SCHEMA.check_version(db)
     finally:
         engine.dispose()
 
 
-def test_migrations_lead_to_the_tables_that_the_code_uses(postgres_url: str) -> None:
-    assert upgrade(postgres_url) == ("none", newest_version())
+@pytest.mark.parametrize(
+    ("schema", "metadata"), [(REGISTRY_SCHEMA, registry_metadata), (ROUTER_SCHEMA, router_metadata)]
+)
+def test_migrations_lead_to_the_tables_that_the_code_uses(
+    postgres_url: str, schema: Schema, metadata: MetaData
+) -> None:
+    assert schema.upgrade(postgres_url) == ("none", schema.newest_version())
     engine = create_engine(database_url(postgres_url))
     with engine.connect() as db:
         options = {
-            "version_table_schema": SCHEMA,
+            "version_table_schema": schema.name,
             "include_schemas": True,
-            "include_name": lambda name, kind, _: kind != "schema" or name == SCHEMA,
+            "include_name": lambda name, kind, _: kind != "schema" or name == schema.name,
         }
         found = compare_metadata(MigrationContext.configure(db, opts=options), metadata)
     engine.dispose()
@@ -50,19 +58,19 @@ def test_migrations_lead_to_the_tables_that_the_code_uses(postgres_url: str) -> 
 
 def test_upgrades_at_the_same_time_wait_for_each_other(postgres_url: str) -> None:
     with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(upgrade, [postgres_url] * 4))
-    newest = newest_version()
+        results = list(pool.map(REGISTRY_SCHEMA.upgrade, [postgres_url] * 4))
+    newest = REGISTRY_SCHEMA.newest_version()
     assert sorted(results) == sorted([("none", newest), *[(newest, newest)] * 3])
 
 
 def test_a_missing_or_older_schema_is_refused_with_what_to_do_and_a_newer_one_is_not(postgres_url: str) -> None:
     with pytest.raises(Incompatible, match="shoal db upgrade"):
         check(postgres_url)
-    upgrade(postgres_url)
+    REGISTRY_SCHEMA.upgrade(postgres_url)
     check(postgres_url)
     set_version(postgres_url, "r9999")  # of newer software; schemas only grow
     check(postgres_url)
-    assert upgrade(postgres_url) == ("r9999", "r9999")
+    assert REGISTRY_SCHEMA.upgrade(postgres_url) == ("r9999", "r9999")
 
 
 def test_the_service_does_not_start_without_schema(postgres_url: str, redis_url: str, tmp_path: Path) -> None:
@@ -81,14 +89,17 @@ def test_the_command_upgrades_and_says_so(postgres_url: str) -> None:
         subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=True).stdout.strip()
         for _ in range(2)
     ]
-    newest = newest_version()
-    assert says == [f"registry: none -> {newest}", f"registry: at {newest}, nothing to do"]
+    newest = [(schema.name, schema.newest_version()) for schema in (REGISTRY_SCHEMA, ROUTER_SCHEMA)]
+    assert says == [
+        "\n".join(f"{name}: none -> {version}" for name, version in newest),
+        "\n".join(f"{name}: at {version}, nothing to do" for name, version in newest),
+    ]
 
 
 def test_a_database_out_of_reach_or_of_another_kind_is_told_without_its_password() -> None:
     with pytest.raises(Unavailable) as caught:
-        upgrade("postgresql://someone:secret@127.0.0.1:1/none")
+        REGISTRY_SCHEMA.upgrade("postgresql://someone:secret@127.0.0.1:1/none")
     assert "secret" not in str(caught.value)
     with pytest.raises(InvalidRequest) as wrong:
-        upgrade("mysql://someone:secret@127.0.0.1:1/none")
+        REGISTRY_SCHEMA.upgrade("mysql://someone:secret@127.0.0.1:1/none")
     assert "secret" not in str(wrong.value)

@@ -181,7 +181,7 @@ def test_a_plan_stays_what_it_is_as_a_message() -> None:
 
 def test_a_hole_is_closed_by_the_server_that_is_spare() -> None:
     swarm = picture(A, B, server("c", 2, 4), revision=7)
-    plan = make_plan(swarm, PlanWish(MODEL), plan_id="p", request_id="r", created_by="me", now_s=1.0)
+    plan = make_plan(swarm, PlanWish(MODEL), "p", "r", "me", 1.0)
     assert plan.forecast.coverage_before == (2, 2, 1, 1, 0, 0)
     assert min(plan.forecast.coverage_after) == 1
     assert len(plan.moves) == 1
@@ -193,13 +193,13 @@ def test_a_hole_is_closed_by_the_server_that_is_spare() -> None:
 def test_what_is_pinned_stays_and_must_be_there() -> None:
     swarm = picture(A, B, server("c", 2, 4))
     wish = PlanWish(MODEL, pinned=frozenset({"a"}))
-    plan = make_plan(swarm, wish, plan_id="p", request_id="r", created_by="me", now_s=1.0)
+    plan = make_plan(swarm, wish, "p", "r", "me", 1.0)
     assert [move.server_id for move in plan.moves] == ["b"]
     wish = PlanWish(MODEL, pinned=frozenset({"nobody"}))
     with pytest.raises(NotFound, match="nobody cannot be pinned"):
-        make_plan(swarm, wish, plan_id="p", request_id="r", created_by="me", now_s=1.0)
+        make_plan(swarm, wish, "p", "r", "me", 1.0)
 
 
 def test_no_plan_is_made_on_a_partial_picture() -> None:
     with pytest.raises(PreconditionFailed, match="not whole"):
-        make_plan(picture(A, partial=True), PlanWish(MODEL), plan_id="p", request_id="r", created_by="me", now_s=1.0)
+        make_plan(picture(A, partial=True), PlanWish(MODEL), "p", "r", "me", 1.0)
