@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -124,7 +124,7 @@ def _values(plan: Plan) -> dict[str, Any]:
 
 
 def _plan(row: Row[Any]) -> Plan:
-    body: Mapping[str, Any] = row.body
+    body: dict[str, Any] = row.body
     message = ParseDict(body, rebalance_pb2.Plan(), ignore_unknown_fields=True)
     return plan_from_proto(message, row.request_id)
 

@@ -100,6 +100,7 @@ class LiveSwarm:
             self._swarm.addresses = replace(self._swarm.addresses, dht_peer="")
         self.url = str(self._swarm.url)
         self.api_key = self._swarm.keys.user
+        self.operator_key = self._swarm.keys.operator
         self.postgres = self._stack.enter_context(EmbeddedPostgres(root / "postgres"))
         self.valkey = self._stack.enter_context(EmbeddedValkey())
         self._stack.callback(self._stop_all)
