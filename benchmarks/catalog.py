@@ -20,6 +20,7 @@ CATALOG: Mapping[str, str] = {
     "P11": "benchmarks.kill",
     "P14": "benchmarks.notice",
     "P15": "benchmarks.startup",
+    "SIMULATE": "benchmarks.simulate",
 }
 
 

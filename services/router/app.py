@@ -55,7 +55,8 @@ async def _serve(settings: RouterSettings, stop: StopSignal, engine: AsyncEngine
     if member is None:
         return
     async with member:
-        picture = SwarmPicture(watch_frames(lambda: member.registry), settings.longest_pause_s)
+        frames = watch_frames(lambda: member.registry)
+        picture = SwarmPicture(frames, settings.longest_pause_s, carry_s=settings.carry_s)
         service = RouterService(lambda: picture.snapshot)
         mounts = [Mount(SERVICE, partial(router_pb2_grpc.add_RouterServiceServicer_to_server, service))]
         loops = {"watch": picture.run(), "membership": member.run()}

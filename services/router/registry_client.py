@@ -9,7 +9,7 @@ from typing import Protocol
 import grpc.aio
 
 from services.chassis.loops import keep_trying
-from services.router.domain.carrying import Carried
+from services.router.domain.carrying import CARRY_S, Carried
 from shoal.swarm.snapshot import RevisionGap, SwarmSnapshot
 from shoal.v1 import registry_pb2, registry_pb2_grpc
 from shoal.wire.clock import now_s
@@ -31,11 +31,16 @@ class SwarmPicture:
     """Holds the newest snapshot. `run` keeps it up to date."""
 
     def __init__(
-        self, frames: Frames, longest_pause_s: float, monotonic_s: Callable[[], float] = time.monotonic
+        self,
+        frames: Frames,
+        longest_pause_s: float,
+        monotonic_s: Callable[[], float] = time.monotonic,
+        carry_s: float = CARRY_S,
     ) -> None:
         self._frames = frames
         self._longest_pause_s = longest_pause_s
         self._monotonic_s = monotonic_s
+        self._carry_s = carry_s
         self._carried = Carried()
         self._snapshot: SwarmSnapshot | None = None
         self._log = get_logger("services.router.registry_client")
@@ -71,7 +76,7 @@ class SwarmPicture:
         if frame.WhichOneof("frame") == "snapshot":
             whole = snapshot_from_proto(frame.snapshot, now, self._rejected)
             if self._snapshot is not None:
-                self._carried = self._carried.begin(self.snapshot, whole, self._monotonic_s())
+                self._carried = self._carried.begin(self.snapshot, whole, self._monotonic_s(), self._carry_s)
             return whole
         self._carried = self._carried.without(tuple(frame.delta.removals))
         if current is None:

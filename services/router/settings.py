@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field, SecretStr
 
 from services.chassis.settings import ServiceSettings, service_config
+from services.router.domain.carrying import CARRY_S
 
 
 class RouterSettings(ServiceSettings):
@@ -24,6 +25,12 @@ class RouterSettings(ServiceSettings):
     startup_wait_s: float = Field(default=60.0, ge=0, description="seconds to wait for the database at start")
     plan_pause_s: float = Field(
         default=1.0, gt=0, le=60, description="seconds between two looks at plans that are being applied"
+    )
+    carry_s: float = Field(
+        default=CARRY_S,
+        ge=0,
+        le=3600,
+        description="seconds that servers are kept in the picture which a registry that lost its leases does not name",
     )
     longest_pause_s: float = Field(
         default=2.0, gt=0, le=60, description="most seconds between two tries to reach the registry"

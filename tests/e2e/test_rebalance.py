@@ -112,3 +112,30 @@ def test_a_hole_is_closed_by_a_plan_while_a_generation_waits_for_it(swarm: LiveS
     assert gaps.gaps == 0
     assert gaps.looks > 10
     assert coverage(swarm.status()) == [1] * 6
+
+
+def test_an_operator_looks_at_servers_and_lets_them_rest_come_back_and_go(swarm: LiveSwarm) -> None:
+    swarm.start_server("0:6", name="spare")
+    swarm.wait_until(lambda status: min(coverage(status)) >= 2, "the spare one is seen")
+    listed = shoal(swarm, "server", "list")
+    assert "spare" in {one["name"] for one in listed}
+    (shown,) = shoal(swarm, "server", "show", "spare")
+    assert (shown["span"], shown["state"]) == ("0:6", "online")
+    assert shoal(swarm, "model", "list")[0]["complete"] is True
+    (paused,) = shoal(swarm, "server", "pause", "spare")
+    assert paused["report"]["state"] == "DIRECTIVE_STATE_DONE"
+    swarm.wait_until(lambda status: state_of(status, "spare") == "paused", "it rests")
+    (only,) = [one for one in shoal(swarm, "server", "list") if one["span"] == "3:6" and one["name"] != "spare"]
+    shoal(swarm, "server", "drain", only["server_id"], code=1)  # nobody else would serve its blocks
+    (resumed,) = shoal(swarm, "server", "resume", shown["server_id"])
+    assert resumed["report"]["state"] == "DIRECTIVE_STATE_DONE"
+    swarm.wait_until(lambda status: state_of(status, "spare") == "online", "it is back")
+    assert shoal(swarm, "coverage", "tiny")[0]["complete"] is True
+    shoal(swarm, "server", "drain", "spare")
+    assert swarm.children.pop("spare").wait(60) == 0
+    assert "spare" not in {one["name"] for one in shoal(swarm, "server", "list")}
+    shoal(swarm, "server", "show", "spare", code=1)
+
+
+def state_of(status: SwarmStatus, name: str) -> str:
+    return next((server.state.value for server in status.servers if server.public_name == name), "gone")

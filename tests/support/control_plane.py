@@ -120,7 +120,7 @@ class ControlPlane:
         command = [
             *(sys.executable, "-m", f"services.{name}", "--listen", self.addresses[name]),
             *("--state-dir", str(self.folder / name), "--ready-file", str(ready_file), "--stop-grace-s", "1"),
-            *(self._registry_options() if name == "registry" else ("--swarm", str(self._url_of_router))),
+            *(self._registry_options() if name == "registry" else self._router_options()),
         ]
         env = {**os.environ, **self._stores, "SHOAL_ROUTER_API_KEY": self.keys[Role.SERVICE]}
         self.children[name] = LeashedChild(name, command, log=self.folder / f"{name}.log", env=env)
@@ -146,6 +146,9 @@ class ControlPlane:
         joining = Membership.join(url, self.keys[role], wait_s=START_TIMEOUT_S, keepalive=keepalive)
         async with await joining as member:
             yield member
+
+    def _router_options(self) -> tuple[str, ...]:
+        return ("--swarm", str(self._url_of_router), "--carry-s", str(2 * LEASE_TTL_S), "--plan-pause-s", "0.2")
 
     def _registry_options(self) -> tuple[str, ...]:
         keys = self.folder / "keys.json"

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from shoal.swarm.snapshot import Server, SwarmSnapshot
 
-# Servers renew their leases within two lease periods.
+# Servers renew their leases within two lease periods of the registry's default.
 CARRY_S = 30.0
 
 
@@ -23,11 +23,11 @@ class Carried:
     servers: Mapping[str, Server] = field(default_factory=lambda: MappingProxyType({}))
     until_s: float = 0.0
 
-    def begin(self, shown: SwarmSnapshot, new: SwarmSnapshot, now_s: float) -> Carried:
+    def begin(self, shown: SwarmSnapshot, new: SwarmSnapshot, now_s: float, carry_s: float = CARRY_S) -> Carried:
         """Return what to carry after a whole new picture came; nothing new unless its store is another one."""
         if not shown.epoch or shown.epoch == new.epoch:
             return self
-        return Carried(shown.servers, now_s + CARRY_S)
+        return Carried(shown.servers, now_s + carry_s)
 
     def without(self, gone: tuple[str, ...]) -> Carried:
         """Return what is left after servers said good-bye."""

@@ -27,13 +27,15 @@ OWN: Mapping[str, str] = MappingProxyType(
         "generate": "shoal.cli.generate",
         "status": "shoal.cli.status",
         "model": "shoal.cli.model",
+        "server": "shoal.cli.server",
+        "coverage": "shoal.cli.coverage",
         "rebalance": "shoal.cli.rebalance",
     }
 )
+# Commands of the services that stand in an own group, and their extra.
+IN_OWN: Mapping[tuple[str, str], str] = MappingProxyType({("server", "run"): "block"})
 # Commands of the services, and the extra of `shoal-services` that each one needs.
-OF_SERVICES: Mapping[str, str] = MappingProxyType(
-    {"up": "control,block", "server": "block", "dht": "dht", "db": "control"}
-)
+OF_SERVICES: Mapping[str, str] = MappingProxyType({"up": "control,block", "dht": "dht", "db": "control"})
 
 
 class LazyGroup(TyperGroup):
@@ -41,12 +43,12 @@ class LazyGroup(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names in the order of the help page."""
-        return [*OWN, *OF_SERVICES, *(name for name in plugged_in() if name not in OF_SERVICES)]
+        return [*OWN, *OF_SERVICES, *(name for name in plugged_in() if name not in {*OWN, *OF_SERVICES})]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Import one command; a known one whose package is missing tells what to install when it is called."""
         if cmd_name in OWN:
-            return named(importlib.import_module(OWN[cmd_name]).app, cmd_name)
+            return with_services(named(importlib.import_module(OWN[cmd_name]).app, cmd_name))
         entry = plugged_in().get(cmd_name)
         if entry is None and cmd_name not in OF_SERVICES:
             return None
@@ -70,9 +72,24 @@ def named(app: typer.Typer, name: str) -> Any:
     return command
 
 
-def missing(name: str, module: str) -> Any:
+def with_services(group: Any) -> Any:
+    """Add to an own group the commands that installed services have in theirs."""
+    for (name, command), extra in IN_OWN.items():
+        if name != group.name:
+            continue
+        try:
+            entry = plugged_in().get(name)
+            if entry is None:
+                raise ModuleNotFoundError("shoal-services", name="shoal-services")
+            group.add_command(named(entry.load(), name).commands[command], command)
+        except ModuleNotFoundError as error:
+            group.add_command(missing(f"{name} {command}", error.name or str(error), extra), command)
+    return group
+
+
+def missing(name: str, module: str, extra: str = "") -> Any:
     """Return a command that says what to install."""
-    extra = OF_SERVICES.get(name, "control,block")
+    extra = extra or OF_SERVICES.get(name, "control,block")
     app = typer.Typer(add_completion=False)
 
     @app.command(
