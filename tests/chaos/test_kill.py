@@ -136,8 +136,9 @@ def test_sf04_sl01_sessions_leave_a_server_that_is_stopped(rig: Rig) -> None:
         stopping.join(60)
         # It moved before it was ended, and has what it had.
         assert (session.recoveries, len(session.moves)) == ([], 1)
-        again = rig.model.generate(given, session=session, max_new_tokens=4, do_sample=False)
-        assert again.tolist() == rig.reference.generate(given, max_new_tokens=4, do_sample=False).tolist()
+        more = {"attention_mask": torch.ones_like(given), "max_new_tokens": 4, "do_sample": False}
+        again = rig.model.generate(given, session=session, **more)
+        assert again.tolist() == rig.reference.generate(given, **more).tolist()
     assert codes == [0]
     rig.swarm.restart_server(victim)
     rig.swarm.wait_until(lambda status: online(status) == 6, "all servers are back")

@@ -43,6 +43,10 @@ class FakeModel:
             raise RuntimeError("a defect in the model")
         return hidden + len(span)
 
+    def holds(self, span: Span) -> bool:
+        """Tell whether the blocks are here."""
+        return self.span.covers(span)
+
 
 @asynccontextmanager
 async def running(

@@ -99,6 +99,5 @@ def test_the_setting_reaches_the_engine(fused: bool, tmp_path: Path) -> None:
     settings = BlockServerSettings(model=str(folder), cache_dir=tmp_path, cache_tokens=64, fused=fused)
     checkpoint = open_checkpoint(settings)
     engine = build_engine(settings, checkpoint, describe_server(settings, checkpoint, Span(0, 2), "server"))
-    model = engine._core._model
-    assert model is not None
-    assert isinstance(model._blocks[0], FusedBlock) is fused
+    assert engine.model is not None
+    assert isinstance(engine.model._blocks[0], FusedBlock) is fused

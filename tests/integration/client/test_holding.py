@@ -69,17 +69,14 @@ def test_sf12_a_server_takes_other_blocks_during_a_generation(folder: Path, hop:
         # Who still believes that it has the old blocks is sent on, and who knows better is served.
         assert greedy(swarm.model, 5) == wanted[: 8 + 5]
         swarm.learn()
-        swarm.rigs[used_other(swarm, index, target)].lifecycle.state = DRAINING
+        for other in swarm.rigs:
+            if other is not rig and other.servicer.facts.span == target:
+                other.lifecycle.state = DRAINING
         before = rig.engine.executed_row_blocks
         assert greedy(swarm.model, 5) == wanted[: 8 + 5]
         assert rig.engine.executed_row_blocks > before
         assert swarm.connection.state.bans.by_server == {}
         swarm.wait_free()
-
-
-def used_other(swarm: RigSwarm, index: int, span: Span) -> int:
-    """Return another server than `index` that holds a span."""
-    return next(other for other, rig in enumerate(swarm.rigs) if other != index and rig.servicer.facts.span == span)
 
 
 def test_sessions_on_blocks_that_stay_notice_nothing(folder: Path) -> None:
