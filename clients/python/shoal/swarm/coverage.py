@@ -52,12 +52,27 @@ def majority_hashes(servers: Iterable[Server], pinned: Mapping[int, bytes] | Non
 
     Among equally frequent hashes the smallest wins, so that all who ask decide alike.
     """
+    servers = list(servers)
+    agreed = _agreed(servers)
+    if agreed is not None:
+        return agreed | dict(pinned or {})
     votes: dict[int, Counter[bytes]] = {}
     for server in servers:
         for block, block_hash in zip(server.span.blocks(), server.block_hashes, strict=True):
             votes.setdefault(block, Counter())[block_hash] += 1
     chosen = {block: min(count, key=lambda item: (-count[item], item)) for block, count in votes.items()}
     return chosen | dict(pinned or {})
+
+
+def _agreed(servers: Sequence[Server]) -> dict[int, bytes] | None:
+    """Return the hash of each block if nobody has another one, as it should be."""
+    found: dict[int, bytes] = {}
+    for server in servers:
+        own = dict(zip(server.span.blocks(), server.block_hashes, strict=True))
+        if any(found.get(block, block_hash) != block_hash for block, block_hash in own.items()):
+            return None
+        found |= own
+    return found
 
 
 def runs(blocks: Iterable[int]) -> list[Span]:

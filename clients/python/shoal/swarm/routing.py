@@ -10,13 +10,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from operator import eq
+
+import numpy as np
 
 from shoal.swarm.costs import RouteRequest, block_s, fixed_s, most_blocks, travel_s, weighted
 from shoal.swarm.coverage import majority_hashes, runs, spell_blocks
-from shoal.swarm.search import Station, cheapest, reachable
-from shoal.swarm.snapshot import Server, ServerState, SwarmSnapshot
+from shoal.swarm.links import links_of, rtts_s
+from shoal.swarm.search import cheapest, reachable
+from shoal.swarm.snapshot import ModelKey, Server, ServerState, SwarmSnapshot
 from shoal.swarm.spans import Span
+from shoal.swarm.sweep import Floats, Links, Station
 
 __all__ = ["Hop", "MissingBlocks", "Route", "RouteRequest", "plan_route", "predict", "refusal", "session_s"]
 
@@ -58,12 +64,56 @@ def plan_route(snapshot: SwarmSnapshot, request: RouteRequest) -> list[Route] | 
     """
     if request.block_hashes and len(request.block_hashes) != len(request.blocks):
         raise ValueError(f"{len(request.block_hashes)} hashes for {len(request.blocks)} blocks")
-    servers = snapshot.of_model(request.model)
-    stations = _stations(servers, request)
-    best = _route(stations, request)
+    model = _model_of(snapshot, request.model)
+    servers = model.servers
+    stations = _stations(model, request)
+    links = _links(model, stations, request)
+    best = _route(stations, request, links)
     if best is None:
         return _explain(servers, stations, request)
-    return [best, *_alternatives(stations, request, best)]
+    return [best, *_alternatives(stations, request, best, links)]
+
+
+class _Model:
+    """What all routes for a model on one snapshot have in common, each part made when it is first wanted."""
+
+    def __init__(self, snapshot: SwarmSnapshot, model: ModelKey) -> None:
+        self.snapshot = snapshot
+        self.servers = snapshot.of_model(model)
+        self.place = {server.server_id: number for number, server in enumerate(self.servers)}
+
+    @cached_property
+    def hashes(self) -> dict[int, bytes]:
+        """The hash of each block that counts."""
+        return majority_hashes(self.servers)
+
+    @cached_property
+    def rtts_s(self) -> Floats:
+        """Round-trip times from server to server."""
+        return rtts_s(self.servers)
+
+
+# Of the newest snapshot: who plans on it once will plan on it again. Replaced as a whole, so any thread may look.
+_known: dict[ModelKey, _Model] = {}
+
+
+def _model_of(snapshot: SwarmSnapshot, model: ModelKey) -> _Model:
+    found = _known.get(model)
+    if found is None or found.snapshot is not snapshot:
+        found = _Model(snapshot, model)
+        for other, known in list(_known.items()):
+            if known.snapshot is not snapshot:
+                _known.pop(other, None)
+        _known[model] = found
+    return found
+
+
+def _links(model: _Model, stations: Sequence[Station], request: RouteRequest) -> Links:
+    servers = list({station.server.server_id: station.server for station in stations}.values())
+    if not request.pushed:
+        return links_of(request, servers)
+    places = [model.place[server.server_id] for server in servers]
+    return links_of(request, servers, model.rtts_s[np.ix_(places, places)])
 
 
 def predict(request: RouteRequest, hops: Sequence[Hop]) -> Route:
@@ -80,27 +130,42 @@ def session_s(request: RouteRequest, route: Route) -> float:
 def refusal(server: Server, request: RouteRequest) -> str | None:
     """Say why a server cannot take part in the session at all, or None if it can."""
     capacity = server.capacity
-    checks = (
-        (server.state is not ServerState.ONLINE, f"in state {server.state.name}"),
-        (bool(request.now_s) and server.expires_at_s <= request.now_s, "with an expired record"),
-        (server.server_id in request.blocked, "blocked by the caller"),
-        (bool(request.allowed) and server.server_id not in request.allowed, "not allowed by the caller"),
-        (bool(request.adapter) and request.adapter not in server.adapters, f"without adapter {request.adapter!r}"),
-        (request.rows > capacity.max_session_rows, f"that take fewer than {request.rows} rows"),
-        (request.max_tokens > capacity.max_session_tokens, f"that take fewer than {request.max_tokens} tokens a row"),
-        (most_blocks(server, request) < 1, f"without free cache for {request.cache_tokens} tokens"),
-    )
-    return next((reason for failed, reason in checks if failed), None)
+    if server.state is not ServerState.ONLINE:
+        return f"in state {server.state.name}"
+    if request.now_s and server.expires_at_s <= request.now_s:
+        return "with an expired record"
+    if server.server_id in request.blocked:
+        return "blocked by the caller"
+    if request.allowed and server.server_id not in request.allowed:
+        return "not allowed by the caller"
+    if request.adapter and request.adapter not in server.adapters:
+        return f"without adapter {request.adapter!r}"
+    if request.rows > capacity.max_session_rows:
+        return f"that take fewer than {request.rows} rows"
+    if request.max_tokens > capacity.max_session_tokens:
+        return f"that take fewer than {request.max_tokens} tokens a row"
+    if most_blocks(server, request) < 1:
+        return f"without free cache for {request.cache_tokens} tokens"
+    return None
 
 
-def _stations(servers: Sequence[Server], request: RouteRequest) -> list[Station]:
+def _stations(model: _Model, request: RouteRequest) -> list[Station]:
     """Where the route may stop: each usable run of right blocks of each usable server."""
-    wanted = _wanted_hashes(servers, request)
+    wanted = _wanted_hashes(model, request)
+    right = [wanted.get(block, b"") for block in request.blocks.blocks()]
+    first = request.blocks.start
     found = []
-    for server in servers:
-        if refusal(server, request) is None:
-            right = (block for block in _shared(server, request) if server.block_hash(block) == wanted[block])
-            found += [_station(server, span, request) for span in runs(right)]
+    for server in model.servers:
+        shared = _shared(server, request)
+        if not shared or refusal(server, request) is not None:
+            continue
+        own = server.block_hashes[shared.start - server.span.start : shared.stop - server.span.start]
+        expected = right[shared.start - first : shared.stop - first]
+        if all(map(eq, own, expected)):
+            spans = [Span(shared.start, shared.stop)]
+        else:
+            spans = runs(block for block, one, other in zip(shared, own, expected, strict=True) if one == other)
+        found += [_station(server, span, request) for span in spans]
     return found
 
 
@@ -120,32 +185,23 @@ def _shared(server: Server, request: RouteRequest) -> range:
     return range(max(server.span.start, request.blocks.start), min(server.span.end, request.blocks.end))
 
 
-def _wanted_hashes(servers: Sequence[Server], request: RouteRequest) -> dict[int, bytes]:
+def _wanted_hashes(model: _Model, request: RouteRequest) -> dict[int, bytes]:
     if request.block_hashes:
         return dict(zip(request.blocks.blocks(), request.block_hashes, strict=True))
-    return majority_hashes(servers)
+    return model.hashes
 
 
-def _route(stations: Sequence[Station], request: RouteRequest) -> Route | None:
-    known: dict[tuple[int, int], float] = {}
-
-    def travel(source: Server | None, target: Server | None) -> float:
-        key = id(source), id(target)
-        if key not in known:
-            prefill_s = travel_s(request, source, target, request.prefill_tokens)
-            known[key] = weighted(request, travel_s(request, source, target, request.rows), prefill_s)
-        return known[key]
-
-    path = cheapest(stations, request.blocks, travel, through_caller=not request.pushed)
+def _route(stations: Sequence[Station], request: RouteRequest, links: Links) -> Route | None:
+    path = cheapest(stations, request.blocks, links) if stations else None
     return predict(request, [Hop(server, span) for server, span in path]) if path else None
 
 
-def _alternatives(stations: Sequence[Station], request: RouteRequest, best: Route) -> list[Route]:
+def _alternatives(stations: Sequence[Station], request: RouteRequest, best: Route, links: Links) -> list[Route]:
     wanted = min(request.alternatives, MOST_ALTERNATIVES)
     found: dict[tuple[tuple[str, Span], ...], Route] = {}
     for hop in best.hops if wanted else ():
         others = [station for station in stations if station.server.server_id != hop.server.server_id]
-        route = _route(others, request)
+        route = _route(others, request, links)
         if route:
             found.setdefault(tuple((hop.server.server_id, hop.span) for hop in route.hops), route)
     return sorted(found.values(), key=lambda route: session_s(request, route))[:wanted]
