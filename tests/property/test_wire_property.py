@@ -20,7 +20,7 @@ from shoal.wire.tokens import Role, TokenSigner
 from tests.support.records import make_record, make_signed_server
 
 KEY = IdentityKey.generate()
-SERVER = make_signed_server()
+SERVER = make_signed_server(expires_at=to_timestamp(now_s() + 3600))
 SIGNER = TokenSigner(KEY, "swarm")
 TOKEN = SIGNER.issue("alice", Role.USER, 60, 1e9)
 

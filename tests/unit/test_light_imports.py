@@ -46,7 +46,7 @@ def test_no_torch(modules: list[str]) -> None:
 
 def test_storage_is_loaded_only_by_who_asks_for_it() -> None:
     """A block server has neither PostgreSQL nor Redis installed."""
-    modules = _modules(ROOT / "services/chassis", "services.chassis", frozenset({"storage"}))
+    modules = _modules(ROOT / "services/chassis", "services.chassis", frozenset({"storage", "schema"}))
     code = (
         "import importlib, sys\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"

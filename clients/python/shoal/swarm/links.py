@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from shoal.swarm.costs import DEFAULT_BANDWIDTH_BYTES_PER_S, DEFAULT_RTT_S, RouteRequest
 from shoal.swarm.snapshot import Server
-from shoal.swarm.sweep import Floats, Links
+from shoal.swarm.sweep import Links
+
+if TYPE_CHECKING:
+    from shoal.swarm.sweep import Floats
 
 
 def links_of(request: RouteRequest, servers: Sequence[Server], between_s: Floats | None = None) -> Links:
@@ -16,6 +18,8 @@ def links_of(request: RouteRequest, servers: Sequence[Server], between_s: Floats
 
     `between_s` has the round-trip times from server (row) to server, if they are known already (`rtts_s`).
     """
+    import numpy as np
+
     index = {server.server_id: number for number, server in enumerate(servers)}
     steps = request.decode_steps + (1 if request.prefill_tokens else 0)
     sent = request.bytes_per_token * (request.decode_steps * request.rows + request.prefill_tokens)
@@ -33,6 +37,8 @@ def links_of(request: RouteRequest, servers: Sequence[Server], between_s: Floats
 
 def rtts_s(servers: Sequence[Server]) -> Floats:
     """Return the round-trip time from server (row) to server: what the first says, else the second, else a default."""
+    import numpy as np
+
     index = {server.server_id: number for number, server in enumerate(servers)}
     found = np.full((len(servers), len(servers)), DEFAULT_RTT_S)
     said = [

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from operator import eq
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from shoal.swarm.costs import RouteRequest, block_s, fixed_s, most_blocks, travel_s, weighted
 from shoal.swarm.coverage import majority_hashes, runs, spell_blocks
@@ -22,7 +21,10 @@ from shoal.swarm.links import links_of, rtts_s
 from shoal.swarm.search import cheapest, reachable
 from shoal.swarm.snapshot import ModelKey, Server, ServerState, SwarmSnapshot
 from shoal.swarm.spans import Span
-from shoal.swarm.sweep import Floats, Links, Station
+from shoal.swarm.sweep import Links, Station
+
+if TYPE_CHECKING:
+    from shoal.swarm.sweep import Floats
 
 __all__ = ["Hop", "MissingBlocks", "Route", "RouteRequest", "plan_route", "predict", "refusal", "session_s"]
 
@@ -113,7 +115,7 @@ def _links(model: _Model, stations: Sequence[Station], request: RouteRequest) ->
     if not request.pushed:
         return links_of(request, servers)
     places = [model.place[server.server_id] for server in servers]
-    return links_of(request, servers, model.rtts_s[np.ix_(places, places)])
+    return links_of(request, servers, model.rtts_s[places][:, places])
 
 
 def predict(request: RouteRequest, hops: Sequence[Hop]) -> Route:

@@ -1,8 +1,9 @@
 """The shortest path behind `shoal.swarm.routing`, over stations (a server and blocks it may compute) and costs.
 
-Exact. One sweep over the cuts (`shoal.swarm.sweep`) finds the shortest path for all blocks; it may come back to a server that it has left,
-which a session cannot, so such answers are split into cases that exclude them, and the cheapest case is tried next
-(branch and bound). When `MOST_WORK` is spent the search settles for a valid path that may not be the shortest.
+Exact. One sweep over the cuts (`shoal.swarm.sweep`) finds the shortest path for all blocks; it may come back to a
+server that it has left, which a session cannot, so such answers are split into cases that exclude them, and the
+cheapest case is tried next (branch and bound). When `MOST_WORK` is spent the search settles for a valid path that may
+not be the shortest.
 """
 
 from __future__ import annotations

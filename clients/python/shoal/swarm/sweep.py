@@ -3,7 +3,7 @@
 Exact but for one thing: a path may come back to a server that it has left (`shoal.swarm.search` takes care of that).
 At each cut every station that goes on is entered anew or continued; what a station costs at a later cut is linear in
 the blocks since, so of the entries only the cheapest counts, unless the station's cache cannot hold all that follows:
-then each entry is kept until the station is full.
+then each entry is kept until the station is full. Loads numpy on first use.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from shoal.swarm.snapshot import Server
 from shoal.swarm.spans import Span
 
-Floats = NDArray[np.float64]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
 Path = list[tuple[Server, Span]]
 
 
@@ -51,6 +52,8 @@ class Sweep:
     """Finds the cheapest path over `stations`; `run` does it."""
 
     def __init__(self, stations: Sequence[Station], blocks: Span, links: Links) -> None:
+        import numpy as np
+
         self._stations = stations
         self._links = links
         self._cuts = cuts(stations, blocks)
@@ -64,6 +67,8 @@ class Sweep:
 
     def run(self) -> tuple[float, Path] | None:
         """Return cost and path, None if the blocks cannot be covered."""
+        import numpy as np
+
         if not self._stations:
             return None
         count, steps = len(self._stations), len(self._cuts)
@@ -93,6 +98,8 @@ class Sweep:
 
     def _ways(self, number: int, cost: Floats, at: Any) -> tuple[Floats, Any]:
         """Return for each station of `at` the cheapest way to it from another server, and from which station."""
+        import numpy as np
+
         links, targets = self._links, self._server[at]
         if number == 0:
             return links.there[targets], np.full(at.size, -1, dtype=np.intp)
@@ -109,6 +116,8 @@ class Sweep:
 
     def _through_caller(self, back: Floats, sources: Any, servers: Any, targets: Any) -> tuple[Floats, Any]:
         """The cheapest way back to the caller, or for the very server that it is from, the cheapest of another."""
+        import numpy as np
+
         first = int(np.argmin(back))
         others = np.where(servers == servers[first], np.inf, back)
         second = int(np.argmin(others))
@@ -118,6 +127,8 @@ class Sweep:
 
     def _refine(self, entries: Floats, entered: Floats, at: Any, number: int, cost: Floats, entry: Any) -> None:
         """Put right the stations that cannot hold all of their span: their entries end when they are full."""
+        import numpy as np
+
         here, there = self._cuts[number], self._cuts[number + 1]
         short = self._short[at]
         if not short.any():
