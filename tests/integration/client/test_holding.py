@@ -195,5 +195,6 @@ def test_rb06_many_moves_leave_nothing(folder: Path) -> None:
             assert greedy(swarm.model, 2) == greedy(swarm.reference, 2)
             swarm.wait_free()
             seen.append((process.num_fds(), threading.active_count()))
-        assert seen[-1][1] <= seen[2][1]
-        assert seen[-1][0] <= seen[2][0] + 2
+        # What each move left would be there nine times; pools of threads may still grow by a few.
+        assert seen[-1][1] <= seen[2][1] + 4
+        assert seen[-1][0] <= seen[2][0] + 4
