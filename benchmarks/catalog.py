@@ -15,6 +15,7 @@ CATALOG: Mapping[str, str] = {
     "P4": "benchmarks.entering",
     "P5": "benchmarks.first_token",
     "P6": "benchmarks.distant",
+    "P7": "benchmarks.routes",
     "P8": "benchmarks.placement",
     "P10": "benchmarks.compressed",
     "P11": "benchmarks.kill",

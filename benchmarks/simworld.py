@@ -34,7 +34,8 @@ class Shape:
     """How large a swarm is, and how restless.
 
     `life_s` is the mean time that a server stays, `away_s` until it or another comes for it; `stale_s` the age of the
-    picture that clients have; `lost` the share of heartbeats that do not come; `sessions_per_s` those that begin.
+    picture that clients have; `lost` the share of heartbeats that do not come; `sessions_per_s` those that begin;
+    `compared` the share of routes that are compared with the best.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Shape:
     sessions_per_s: float = 0.5
     prompt_tokens: int = 128
     new_tokens: int = 128
+    compared: float = 1.0
 
 
 @dataclass(slots=True)
@@ -96,7 +98,7 @@ class World:
     """The swarm itself. `tick` lets time pass."""
 
     def __init__(self, shape: Shape, seed: int) -> None:
-        """Fill the swarm: each server takes the blocks that it likes, as owners do."""
+        """Fill the swarm."""
         self.shape = shape
         self.now_s = 0.0
         self.count = Count()
@@ -141,7 +143,7 @@ class World:
         self._number += 1
         server_id = f"s{self._number:05d}"
         held = min(shape.blocks, rng.randint(max(1, shape.blocks // 8), max(2, shape.blocks // 3)))
-        first = rng.randint(0, shape.blocks - held)
+        first = self._fewest(held)
         block_s = 0.002 * rng.lognormvariate(0.0, 0.5)
         place = (rng.uniform(0, 0.05), rng.uniform(0, 0.05))
         some = rng.sample(list(self.machines.values()), min(len(self.machines), 10 * _NEIGHBOURS))
@@ -163,6 +165,15 @@ class World:
             rtts_s=MappingProxyType(rtts),
         )
         self.machines[server_id] = Machine(server, place, True, self._lifetime())
+
+    def _fewest(self, held: int) -> int:
+        """Return where a window of blocks begins that the fewest servers hold, as owners choose who come and stay."""
+        counts = [0] * self.shape.blocks
+        for machine in self.machines.values():
+            for block in machine.server.span.blocks():
+                counts[block] += 1
+        sums = [sum(counts[first : first + held]) for first in range(self.shape.blocks - held + 1)]
+        return self._random.choice([first for first, total in enumerate(sums) if total == min(sums)])
 
     def _lifetime(self) -> float:
         return self.now_s + self._life.expovariate(1 / self.shape.life_s)
@@ -283,7 +294,7 @@ class World:
         truth = {machine.server.server_id: self._loaded(machine.server) for machine in self._machines_of(route)}
         request = self.request(session)
         real = predict(request, [replace(hop, server=truth[hop.server.server_id]) for hop in route.hops])
-        if self._random.random() < 0.1:
+        if self._random.random() < self.shape.compared:
             best = plan_route(self.truth(), replace(request, blocked=frozenset()))
             if not isinstance(best, MissingBlocks):
                 self.count.quality.append(real.decode_s / best[0].decode_s)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from shoal.swarm.costs import RouteRequest, block_s, fixed_s, most_blocks, travel_s, weighted
 from shoal.swarm.coverage import majority_hashes, runs, spell_blocks
 from shoal.swarm.links import links_of, rtts_s
+from shoal.swarm.narrowing import MOST_EXACT, Costs, narrowed
 from shoal.swarm.search import cheapest, reachable
 from shoal.swarm.snapshot import ModelKey, Server, ServerState, SwarmSnapshot
 from shoal.swarm.spans import Span
@@ -56,10 +57,12 @@ class MissingBlocks:
     reason: str
 
 
-def plan_route(snapshot: SwarmSnapshot, request: RouteRequest) -> list[Route] | MissingBlocks:
+def plan_route(snapshot: SwarmSnapshot, request: RouteRequest, *, exact: bool = False) -> list[Route] | MissingBlocks:
     """Return the cheapest route and up to `request.alternatives` others, cheapest first.
 
-    An alternative avoids at least one server of the cheapest route, so it is what to take when that one fails.
+    An alternative avoids at least one server of the cheapest route, so it is what to take when that one fails. Among
+    more than `narrowing.MOST_EXACT` servers the search is narrowed to the likely ones, unless it is to be `exact`:
+    that takes seconds and gigabytes for 10,000 servers.
 
     Raises:
         ValueError: if `request.block_hashes` is neither empty nor one hash for each block.
@@ -67,13 +70,20 @@ def plan_route(snapshot: SwarmSnapshot, request: RouteRequest) -> list[Route] | 
     if request.block_hashes and len(request.block_hashes) != len(request.blocks):
         raise ValueError(f"{len(request.block_hashes)} hashes for {len(request.blocks)} blocks")
     model = _model_of(snapshot, request.model)
-    servers = model.servers
-    stations = _stations(model, request)
+    if len(model.servers) > MOST_EXACT and not exact:
+        usable = [refusal(server, request) is None for server in model.servers]
+        found = _routes(model, narrowed(model.costs, request, usable), request)
+        if found:
+            return found
+    return _routes(model, model.servers, request) or _explain(model, _stations(model, model.servers, request), request)
+
+
+def _routes(model: _Model, servers: Sequence[Server], request: RouteRequest) -> list[Route]:
+    """Return the cheapest route over these servers and the alternatives; nothing if there is none."""
+    stations = _stations(model, servers, request)
     links = _links(model, stations, request)
     best = _route(stations, request, links)
-    if best is None:
-        return _explain(servers, stations, request)
-    return [best, *_alternatives(stations, request, best, links)]
+    return [best, *_alternatives(stations, request, best, links)] if best else []
 
 
 class _Model:
@@ -88,6 +98,11 @@ class _Model:
     def hashes(self) -> dict[int, bytes]:
         """The hash of each block that counts."""
         return majority_hashes(self.servers)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """What servers cost, for narrowing."""
+        return Costs(self.servers)
 
     @cached_property
     def rtts_s(self) -> Floats:
@@ -112,7 +127,7 @@ def _model_of(snapshot: SwarmSnapshot, model: ModelKey) -> _Model:
 
 def _links(model: _Model, stations: Sequence[Station], request: RouteRequest) -> Links:
     servers = list({station.server.server_id: station.server for station in stations}.values())
-    if not request.pushed:
+    if not request.pushed or len(model.servers) > MOST_EXACT:
         return links_of(request, servers)
     places = [model.place[server.server_id] for server in servers]
     return links_of(request, servers, model.rtts_s[places][:, places])
@@ -151,13 +166,13 @@ def refusal(server: Server, request: RouteRequest) -> str | None:
     return None
 
 
-def _stations(model: _Model, request: RouteRequest) -> list[Station]:
+def _stations(model: _Model, servers: Sequence[Server], request: RouteRequest) -> list[Station]:
     """Where the route may stop: each usable run of right blocks of each usable server."""
     wanted = _wanted_hashes(model, request)
     right = [wanted.get(block, b"") for block in request.blocks.blocks()]
     first = request.blocks.start
     found = []
-    for server in model.servers:
+    for server in servers:
         shared = _shared(server, request)
         if not shared or refusal(server, request) is not None:
             continue
@@ -215,14 +230,14 @@ def _step_s(request: RouteRequest, hops: Sequence[Hop], tokens: int) -> float:
     return travel + sum(fixed_s(hop.server) + len(hop.span) * block_s(hop.server, tokens) for hop in hops)
 
 
-def _explain(servers: Sequence[Server], stations: Sequence[Station], request: RouteRequest) -> MissingBlocks:
+def _explain(model: _Model, stations: Sequence[Station], request: RouteRequest) -> MissingBlocks:
     usable = {block for station in stations for block in station.span.blocks()}
     missing = tuple(block for block in request.blocks.blocks() if block not in usable)
     if not missing:
         missing = tuple(range(reachable(stations, request.blocks), request.blocks.end))
         reason = f"the free cache of the servers does not reach over blocks {spell_blocks(missing)}"
         return MissingBlocks(missing, reason)
-    holders = [server for server in servers if any(block in server.span.blocks() for block in missing)]
+    holders = [server for server in model.servers if any(block in server.span.blocks() for block in missing)]
     blocks = f"blocks {spell_blocks(missing)} of {request.model}"
     if not holders:
         return MissingBlocks(missing, f"no server holds {blocks}")
