@@ -1,9 +1,9 @@
 """SIMULATE: swarms on a virtual clock, with plans and without, by the router's and planner's own code.
 
 Each swarm lives twice from the same seed: once with the placement that its owners chose, each the blocks that fewest
-held when it came, once with plans made and applied as `shoal rebalance` does, each minute, whenever a plan gains enough.
-Printed are the tokens that were generated, block-seconds without a server, moves, and how much slower routes were,
-planned on a picture that is stale, than the best on the swarm as it was.
+held when it came, once with plans made and applied as `shoal rebalance` does, each minute, whenever a plan gains
+enough. Printed are the tokens that were generated, block-seconds without a server, moves, and how much slower routes
+were, planned on a picture that is stale, than the best on the swarm as it was.
 """
 
 from __future__ import annotations

@@ -14,7 +14,9 @@ from services.chassis.schema import await_schema
 from services.chassis.server import Mount, build_server
 from services.chassis.storage import database_engine
 from services.router import rebalance
+from services.router.auto import AutoPilot
 from services.router.directives import RegistryDirectives
+from services.router.domain.auto import HOUR_S, AutoRules
 from services.router.driver import PlanDriver
 from services.router.registry_client import SwarmPicture, watch_frames
 from services.router.schema import ROUTER_SCHEMA
@@ -68,9 +70,17 @@ async def _serve(settings: RouterSettings, stop: StopSignal, engine: AsyncEngine
             add = partial(rebalance_pb2_grpc.add_RebalanceServiceServicer_to_server, plans)
             mounts.append(Mount(rebalance.SERVICE, add))
             loops["plans"] = driver.run()
+            if settings.auto:
+                pilot = AutoPilot(store, driver, lambda: picture.snapshot, _rules(settings), settings.auto_interval_s)
+                loops["auto"] = pilot.run()
         auth = AuthInterceptor({**POLICY, **rebalance.POLICY}, lambda: member.key_set)
         server = build_server(mounts, settings.listen, certificate, auth)
         await serve_until_stopped(server, stop, settings, loops)
+
+
+def _rules(settings: RouterSettings) -> AutoRules:
+    quiet_s = (settings.auto_quiet_from_h * HOUR_S, settings.auto_quiet_to_h * HOUR_S)
+    return AutoRules(settings.auto_least_gain, settings.auto_moves_per_hour, quiet_s)
 
 
 async def _join(url: SwarmUrl, api_key: str, stop: StopSignal) -> Membership | None:

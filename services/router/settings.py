@@ -26,6 +26,16 @@ class RouterSettings(ServiceSettings):
     plan_pause_s: float = Field(
         default=1.0, gt=0, le=60, description="seconds between two looks at plans that are being applied"
     )
+    auto: bool = Field(default=False, description="make plans and apply them without asking anybody")
+    auto_interval_s: float = Field(default=60.0, ge=1, description="seconds between two looks at what could be better")
+    auto_least_gain: float = Field(
+        default=1.2, ge=1, description="throughput after over before from which a plan is applied; holes always count"
+    )
+    auto_moves_per_hour: int = Field(default=10, ge=1, description="most moves in an hour")
+    auto_quiet_from_h: float = Field(
+        default=0.0, ge=0, le=24, description="hour (UTC): from then only holes are closed"
+    )
+    auto_quiet_to_h: float = Field(default=0.0, ge=0, le=24, description="hour (UTC) to which only holes are closed")
     carry_s: float = Field(
         default=CARRY_S,
         ge=0,

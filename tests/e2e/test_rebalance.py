@@ -131,6 +131,9 @@ def test_an_operator_looks_at_servers_and_lets_them_rest_come_back_and_go(swarm:
     assert resumed["report"]["state"] == "DIRECTIVE_STATE_DONE"
     swarm.wait_until(lambda status: state_of(status, "spare") == "online", "it is back")
     assert shoal(swarm, "coverage", "tiny")[0]["complete"] is True
+    routes = shoal(swarm, "route", "tiny", "--explain", "--alternatives", "1")
+    assert len(routes) == 2
+    assert [hop["name"] for hop in routes[0]["hops"]] == ["spare"]  # one hop is faster than two
     shoal(swarm, "server", "drain", "spare")
     assert swarm.children.pop("spare").wait(60) == 0
     assert "spare" not in {one["name"] for one in shoal(swarm, "server", "list")}

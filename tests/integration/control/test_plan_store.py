@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 
 from services.chassis.storage import database_engine
+from services.router.auto import AutoPilot
+from services.router.domain.auto import AutoRules
 from services.router.domain.plans import (
     Forecast,
     MoveState,
@@ -154,6 +156,21 @@ async def test_a_router_that_died_before_it_told_is_followed_by_one_that_tells_t
     await driver.drive(plan.plan_id)
     assert servers.told == [written.directive_id]
     assert (await store.get(plan.plan_id)).moves[0] == written
+
+
+async def test_two_routers_that_plan_by_themselves_close_a_hole_by_one_plan(store: SqlPlans) -> None:
+    servers = Servers()
+    servers.snapshot = picture(server("a", 0, 2), server("b", 0, 2), server("c", 2, 4))
+    driver = PlanDriver(store, servers, lambda: servers.snapshot, 60.0)
+    pilots = [AutoPilot(store, driver, lambda: servers.snapshot, AutoRules(), 3600.0) for _ in range(2)]
+    for pilot in pilots:
+        await pilot.look()
+    assert await store.list([], 10, None) == []  # seen once is not enough
+    await asyncio.gather(*(pilot.look() for pilot in pilots))
+    ((_, plan),) = await store.list([], 10, None)
+    assert (plan.state, plan.created_by, min(plan.forecast.coverage_after)) == (PlanState.APPLYING, "auto", 1)
+    await pilots[0].look()  # while it is applied nobody plans again
+    assert len(await store.list([], 10, None)) == 1
 
 
 async def refuse(plan: Plan, moves: Sequence[PlannedMove]) -> None:

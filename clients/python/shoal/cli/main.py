@@ -29,6 +29,7 @@ OWN: Mapping[str, str] = MappingProxyType(
         "model": "shoal.cli.model",
         "server": "shoal.cli.server",
         "coverage": "shoal.cli.coverage",
+        "route": "shoal.cli.route",
         "rebalance": "shoal.cli.rebalance",
     }
 )
