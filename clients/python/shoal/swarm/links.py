@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def links_of(request: RouteRequest, servers: Sequence[Server], between_s: Floats | None = None) -> Links:
     """Return the cost of each way over the whole session: its prompt, if there is one, and its decode steps.
 
-    `between_s` has the round-trip times from server (row) to server, if they are known already (`rtts_s`).
+    `between_s` has the round-trip times to each server (row) from each other, if they are known already (`rtts_s`).
     """
     import numpy as np
 
@@ -32,11 +32,12 @@ def links_of(request: RouteRequest, servers: Sequence[Server], between_s: Floats
         return Links(index, way, way, None)
     slower = np.minimum(bandwidth[:, None], bandwidth[None, :])
     between = steps / 2 * (rtts_s(servers) if between_s is None else between_s) + sent / slower
+    np.fill_diagonal(between, np.inf)
     return Links(index, way, way, between)
 
 
 def rtts_s(servers: Sequence[Server]) -> Floats:
-    """Return the round-trip time from server (row) to server: what the first says, else the second, else a default."""
+    """Return the round-trip times to each server (row) from each other: as that says, else this, else a default."""
     import numpy as np
 
     index = {server.server_id: number for number, server in enumerate(servers)}
@@ -49,6 +50,6 @@ def rtts_s(servers: Sequence[Server]) -> Floats:
     ]
     if said:
         rows, columns, values = (np.array(part) for part in zip(*said, strict=True))
-        found[columns, rows] = values
         found[rows, columns] = values
+        found[columns, rows] = values
     return found

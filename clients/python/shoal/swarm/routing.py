@@ -8,7 +8,7 @@ may and can serve the session; otherwise says which blocks are missing and why. 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -95,9 +95,10 @@ class _Model:
         self.place = {server.server_id: number for number, server in enumerate(self.servers)}
 
     @cached_property
-    def hashes(self) -> dict[int, bytes]:
-        """The hash of each block that counts."""
-        return majority_hashes(self.servers)
+    def right(self) -> dict[str, list[Span]]:
+        """For each server the runs of blocks whose hashes are those that count."""
+        hashes = majority_hashes(self.servers)
+        return {server.server_id: right_runs(server, hashes) for server in self.servers}
 
     @cached_property
     def costs(self) -> Costs:
@@ -168,44 +169,40 @@ def refusal(server: Server, request: RouteRequest) -> str | None:
 
 def _stations(model: _Model, servers: Sequence[Server], request: RouteRequest) -> list[Station]:
     """Where the route may stop: each usable run of right blocks of each usable server."""
-    wanted = _wanted_hashes(model, request)
-    right = [wanted.get(block, b"") for block in request.blocks.blocks()]
-    first = request.blocks.start
+    right = _right_of(model, request)
+    steps, prefill = request.decode_steps, request.prefill_tokens
+    once = steps + (1 if prefill else 0)
+    extra = steps * max(0, request.rows - 1) + (prefill - 1 if prefill else 0)
+    first, last = request.blocks.start, request.blocks.end
     found = []
     for server in servers:
-        shared = _shared(server, request)
-        if not shared or refusal(server, request) is not None:
+        if refusal(server, request) is not None:
             continue
-        own = server.block_hashes[shared.start - server.span.start : shared.stop - server.span.start]
-        expected = right[shared.start - first : shared.stop - first]
-        if all(map(eq, own, expected)):
-            spans = [Span(shared.start, shared.stop)]
-        else:
-            spans = runs(block for block, one, other in zip(shared, own, expected, strict=True) if one == other)
-        found += [_station(server, span, request) for span in spans]
+        # What `weighted` gives for `fixed_s` and `block_s`, which are linear in the tokens of a step.
+        speed = server.speed
+        fixed = once * fixed_s(server)
+        block = once * speed.decode_block_s + extra * speed.prefill_token_block_s
+        for span in right(server):
+            start, end = max(span.start, first), min(span.end, last)
+            if start < end:
+                found.append(Station(server, Span(start, end), most_blocks(server, request), fixed, block))
     return found
 
 
-def _station(server: Server, span: Span, request: RouteRequest) -> Station:
-    prefill = request.prefill_tokens
-    return Station(
-        server=server,
-        span=span,
-        most_blocks=most_blocks(server, request),
-        fixed_s=weighted(request, fixed_s(server), fixed_s(server)),
-        block_s=weighted(request, block_s(server, request.rows), block_s(server, prefill)),
-    )
+def _right_of(model: _Model, request: RouteRequest) -> Callable[[Server], list[Span]]:
+    """Return what tells the runs of right blocks of a server."""
+    if not request.block_hashes:
+        return lambda server: model.right[server.server_id]
+    wanted = dict(zip(request.blocks.blocks(), request.block_hashes, strict=True))
+    return lambda server: right_runs(server, wanted)
 
 
-def _shared(server: Server, request: RouteRequest) -> range:
-    """Blocks of the server's span that the request wants; may be empty."""
-    return range(max(server.span.start, request.blocks.start), min(server.span.end, request.blocks.end))
-
-
-def _wanted_hashes(model: _Model, request: RouteRequest) -> dict[int, bytes]:
-    if request.block_hashes:
-        return dict(zip(request.blocks.blocks(), request.block_hashes, strict=True))
-    return model.hashes
+def right_runs(server: Server, wanted: Mapping[int, bytes]) -> list[Span]:
+    """Return the runs of a server's blocks that have the wanted hashes."""
+    span, own = server.span, server.block_hashes
+    if all(map(eq, own, map(wanted.get, span.blocks()))):
+        return [span]
+    return runs(block for block, block_hash in zip(span.blocks(), own, strict=True) if wanted.get(block) == block_hash)
 
 
 def _route(stations: Sequence[Station], request: RouteRequest, links: Links) -> Route | None:

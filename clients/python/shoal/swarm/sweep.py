@@ -37,9 +37,10 @@ class Station:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What the way costs: from the caller to each server, back, and from server (row) to server.
+    """What the way costs: from the caller to each server, back, and to each server (row) from each other one.
 
-    `index` has each server's place. Without `between` each way leads through the caller.
+    `index` has each server's place. No way leads from a server to itself. Without `between` each way leads through the
+    caller.
     """
 
     index: Mapping[str, int]
@@ -109,10 +110,9 @@ class Sweep:
         servers = self._server[sources]
         if links.between is None:
             return self._through_caller(cost[sources] + links.back[servers], sources, servers, targets)
-        ways = cost[sources, None] + links.between[servers[:, None], targets]
-        ways[servers[:, None] == targets] = np.inf
-        first = np.argmin(ways, axis=0)
-        return ways[first, np.arange(at.size)], sources[first]
+        ways = links.between[targets[:, None], servers] + cost[sources]
+        first = np.argmin(ways, axis=1)
+        return ways[np.arange(at.size), first], sources[first]
 
     def _through_caller(self, back: Floats, sources: Any, servers: Any, targets: Any) -> tuple[Floats, Any]:
         """The cheapest way back to the caller, or for the very server that it is from, the cheapest of another."""
