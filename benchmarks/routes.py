@@ -39,18 +39,20 @@ def run(bench: Bench) -> Figures:
 
 def measure(world: World, routes: int, compared: int) -> tuple[list[float], list[float]]:
     """Return how long each route took to find, and for some its cost over that of the exact search."""
-    snapshot = world.truth()
-    times_s, costs = [], []
-    for number, request in enumerate(requests(world, routes)):
+    snapshot, wanted = world.truth(), requests(world, routes)
+    times_s, found = [], []
+    for request in wanted:
         begun_s = time.perf_counter()
-        found = plan_route(snapshot, request)
+        planned = plan_route(snapshot, request)
         times_s.append(time.perf_counter() - begun_s)
-        if isinstance(found, MissingBlocks):
-            raise BenchmarkError(f"no route in the swarm {world.shape.name}: {found.reason}")
-        if number < compared:
-            best = plan_route(snapshot, request, exact=True)
-            assert not isinstance(best, MissingBlocks)
-            costs.append(session_s(request, found[0]) / session_s(request, best[0]))
+        if isinstance(planned, MissingBlocks):
+            raise BenchmarkError(f"no route in the swarm {world.shape.name}: {planned.reason}")
+        found.append(planned[0])
+    costs = []
+    for request, route in list(zip(wanted, found, strict=True))[:compared]:
+        best = plan_route(snapshot, request, exact=True)
+        assert not isinstance(best, MissingBlocks)
+        costs.append(session_s(request, route) / session_s(request, best[0]))
     return times_s, costs
 
 
