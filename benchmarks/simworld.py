@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from types import MappingProxyType
 
 from services.router.domain.plans import Plan, PlanState, Report, ReportState, advance, untold
@@ -112,6 +113,8 @@ class World:
         self._pictures: list[tuple[float, SwarmSnapshot]] = []
         self.plan: Plan | None = None
         self._told: dict[str, tuple[str, Span]] = {}
+        # Who came first holds its blocks still: owners choose when they come.
+        self._holders = [0] * shape.blocks
         for _ in range(shape.servers):
             self._join()
 
@@ -168,12 +171,13 @@ class World:
 
     def _fewest(self, held: int) -> int:
         """Return where a window of blocks begins that the fewest servers hold, as owners choose who come and stay."""
-        counts = [0] * self.shape.blocks
-        for machine in self.machines.values():
-            for block in machine.server.span.blocks():
-                counts[block] += 1
-        sums = [sum(counts[first : first + held]) for first in range(self.shape.blocks - held + 1)]
-        return self._random.choice([first for first, total in enumerate(sums) if total == min(sums)])
+        totals = list(accumulate(self._holders, initial=0))
+        sums = [totals[first + held] - totals[first] for first in range(self.shape.blocks - held + 1)]
+        least = min(sums)
+        first = self._random.choice([first for first, total in enumerate(sums) if total == least])
+        for block in range(first, first + held):
+            self._holders[block] += 1
+        return first
 
     def _lifetime(self) -> float:
         return self.now_s + self._life.expovariate(1 / self.shape.life_s)
