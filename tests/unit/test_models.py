@@ -49,11 +49,37 @@ def test_other_families_are_refused_by_name() -> None:
         (LlamaConfig(quantization_config={"quant_method": "gptq"}), "quantization_config"),
         (LlamaConfig(is_encoder_decoder=True), "is_encoder_decoder"),
         (BloomConfig(slow_but_exact=True), "slow_but_exact=True"),
+        # KV-12: of caches that keep less than all tokens, no layer may be cut as if it kept them.
+        (LlamaConfig(sliding_window=8), "sliding_window"),
+        (LlamaConfig(attention_chunk_size=8), "attention_chunk_size"),
+        (LlamaConfig(num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"]), "'sliding_attention'"),
     ],
 )
 def test_options_that_are_not_honoured_are_refused_by_name(config: object, option: str) -> None:
     with pytest.raises(Unsupported, match=option):
         describe(config)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "gemma3_text", "gpt_oss", "qwen2", "llama4_text"])
+def test_kv12_families_with_windows_are_refused_before_a_weight_is_read(kind: str, tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "model")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, "model_type": kind, "sliding_window": 8}))
+    (folder / "model.safetensors").write_bytes(b"not read")
+    with pytest.raises(Unsupported, match=kind):
+        Checkpoint.open(folder)
+
+
+def test_kv12_a_llama_with_a_window_is_refused_before_a_weight_is_read(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path / "model", sliding_window=8)
+    (folder / "model.safetensors").write_bytes(b"not read")
+    with pytest.raises(Unsupported, match="sliding_window"):
+        Checkpoint.open(folder)
+
+
+def test_options_that_say_what_is_so_anyhow_are_harmless() -> None:
+    config = LlamaConfig(num_hidden_layers=2, layer_types=["full_attention"] * 2, sliding_window=None)
+    assert describe(config).num_blocks == 2
 
 
 def test_an_unsupported_family_is_refused_before_anything_is_read(tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import zlib
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
 
+from shoal.client.journal import Journal
 from shoal.v1 import common_pb2
+from shoal.wire.codecs import check_length
 from shoal.wire.errors import BadTensor, Corrupted, Unsupported
 from shoal.wire.tensors import TensorAssembler, encode, pieces
 
@@ -106,6 +109,25 @@ def test_tensors_that_do_not_travel_are_refused() -> None:
         encode(torch.ones(0, 3))
     with pytest.raises(Unsupported, match="codec"):
         encode(torch.ones(2), 9)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool], ids=str
+)
+def test_kv14_sizes_follow_from_the_element_type_whatever_it_is(dtype: torch.dtype) -> None:
+    """What is expected on the wire, and what a journal takes on disk, are the tensor's own bytes."""
+    tensor = torch.arange(30).view(5, 6).to(dtype)
+    check_length(common_pb2.CODEC_NONE, dtype, tensor.shape, tensor.nbytes)
+    for wrong in (tensor.nbytes - 1, tensor.nbytes + 1):
+        with pytest.raises(BadTensor, match=f"has {tensor.nbytes} bytes, the header says {wrong}"):
+            check_length(common_pb2.CODEC_NONE, dtype, tensor.shape, wrong)
+    with closing(Journal(2, 6, dtype, memory_bytes=tensor.nbytes - 1)) as journal:
+        journal.append(tensor, (2, 3))
+        assert journal.spilled_bytes == tensor.nbytes
+        assert torch.equal(journal.packed((1, 0), (2, 3)), tensor[1:])
+    with closing(Journal(1, 6, dtype, memory_bytes=tensor.nbytes)) as journal:
+        journal.append(tensor, (5,))
+        assert journal.spilled_bytes == 0
 
 
 def test_pieces_cover_the_bytes_once() -> None:

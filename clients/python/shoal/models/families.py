@@ -133,7 +133,16 @@ _ROWS = (
 )
 
 # Options of any family that change numbers and that nothing here honours yet; None and False are harmless.
-_REFUSED_WHEN_SET = ("quantization_config", "is_encoder_decoder", "add_cross_attention", "output_attentions")
+_REFUSED_WHEN_SET = (
+    "quantization_config",
+    "is_encoder_decoder",
+    "add_cross_attention",
+    "output_attentions",
+    # Here every layer sees, and the cache keeps, all tokens before it.
+    "sliding_window",
+    "attention_chunk_size",
+)
+_FULL_ATTENTION = "full_attention"
 
 
 def supported_families() -> tuple[str, ...]:
@@ -185,6 +194,12 @@ def _check_options(row: FamilyRow, config: Any) -> None:
     for option in _REFUSED_WHEN_SET:
         if getattr(config, option, None):
             raise Unsupported(f"config option {option} is not supported for {row.model_type}; use a model without it")
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind != _FULL_ATTENTION:
+            raise Unsupported(
+                f"config option layer_types has {kind!r}, which is not supported for {row.model_type}, only "
+                f"{_FULL_ATTENTION!r}"
+            )
     for option, wanted in row.required:
         value = getattr(config, option, wanted)
         if value != wanted:
