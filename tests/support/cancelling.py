@@ -63,7 +63,7 @@ class CutAt(Generic[T]):
             try:
                 yield waited
                 thrown = None
-            except BaseException as error:  # whatever the event loop throws in is the work's
+            except BaseException as error:  # noqa: BLE001 - whatever the event loop throws in is the work's
                 thrown = error
 
     def _cut(self, waited: asyncio.Future[Any] | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -14,3 +15,14 @@ def wait_until(holds: Callable[[], bool], timeout_s: float = 20.0) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+async def until_true(holds: Callable[[], object], timeout_s: float = 20.0, pause_s: float = 0.001) -> None:
+    """Wait in an event loop until `holds()` is true.
+
+    Raises:
+        TimeoutError: if it is not within the deadline.
+    """
+    async with asyncio.timeout(timeout_s):
+        while not holds():  # noqa: ASYNC110 - nobody sets an event for what is looked at from outside
+            await asyncio.sleep(pause_s)

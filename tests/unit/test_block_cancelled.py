@@ -14,6 +14,7 @@ from services.block_server.engine.engine import Engine
 from shoal.wire.errors import SessionLost
 from tests.support.cancelling import CutAt
 from tests.support.fake_engine import PAGES, SPAN, rows, running, settled
+from tests.support.waiting import until_true
 
 CHAIN = (b"1" * 32, b"2" * 32)
 
@@ -39,8 +40,7 @@ async def give_room_once_somebody_waits(engine: Engine) -> None:
     """Fill the cache up, and free it when a session waits for it."""
     filler, free, _ = await engine.open(SPAN, 1, 16 * (engine.load().free_token_blocks // 32))
     assert free == 0
-    while not engine._core._admission.waiting:
-        await asyncio.sleep(0)
+    await until_true(lambda: engine._core._admission.waiting, 60.0, 0.0)
     engine.discard(filler)
 
 

@@ -234,6 +234,9 @@ class HopStream:
         try:
             await self._write([frame], self._step_timeout_s)
             response: pb.InferResponse = await self._within(answer)
+        except asyncio.CancelledError:
+            self.cut()  # the answer would come to nobody, as if the server had made it up
+            raise
         finally:
             self._answer = None
         if response.WhichOneof("frame") != kind:
