@@ -167,9 +167,11 @@ class BlockServer(block_server_pb2_grpc.BlockServerServiceServicer):
             Incompatible: if the caller speaks another wire protocol.
         """
         check_protocol(request.protocol, "the caller")
-        return pb.GetServerInfoResponse(
-            record=self._record(),
-            state=state_to_proto(self._lifecycle.state),
-            load=load_to_proto(self.load()),
-            executed_row_blocks=0 if self._engine is None else self._engine.executed_row_blocks,
+        info = pb.GetServerInfoResponse(
+            record=self._record(), state=state_to_proto(self._lifecycle.state), load=load_to_proto(self.load())
         )
+        if self._engine is not None:
+            info.executed_row_blocks = self._engine.executed_row_blocks
+            info.prefix_use.CopyFrom(pb.PrefixUse(**self._engine.prefix_use._asdict()))
+            info.withdrawn_waits = self._engine.withdrawn_waits
+        return info

@@ -16,7 +16,7 @@ from shoal.models.checkpoint import span_names
 from shoal.swarm.snapshot import ServerState
 from shoal.swarm.spans import Span
 from shoal.v1 import block_server_pb2 as pb
-from shoal.wire.clock import now_s, to_timestamp
+from shoal.wire.clock import now_s, to_duration, to_timestamp
 from shoal.wire.errors import (
     CacheFull,
     Exhausted,
@@ -33,6 +33,7 @@ from shoal.wire.tokens import Role
 from tests.support.block_rig import BlockRig, RawSession, block_rig, refusal, step_frames
 from tests.support.references import deviation, states_between_blocks
 from tests.support.tiny_models import load_reference, make_tiny
+from tests.support.waiting import until_true
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +125,23 @@ async def test_a_stream_that_is_cut_frees_its_session(rig: BlockRig, how: str) -
         elif how != "channel closed":
             session.call.cancel()
             await all_free(rig)
+    await all_free(rig)
+
+
+async def test_a_server_tells_who_gave_up_waiting_for_cache(rig: BlockRig) -> None:
+    opening = rig.opening(rows=16, cache_wait=to_duration(60))
+    async with rig.stub() as stub:
+        request = pb.GetServerInfoRequest(protocol=1)
+        before = (await stub.GetServerInfo(request)).withdrawn_waits
+        holder = RawSession(stub, opening)
+        assert (await holder.open()).free_token_blocks == 0
+        waiter = stub.Infer()
+        await waiter.write(pb.InferRequest(open=opening))
+        await until_true(lambda: rig.engine._core._admission.waiting)
+        waiter.cancel()
+        await until_true(lambda: rig.engine.withdrawn_waits == before + 1)
+        assert (await stub.GetServerInfo(request)).withdrawn_waits == before + 1
+        await holder.close()
     await all_free(rig)
 
 

@@ -55,6 +55,14 @@ def test_a_second_prompt_with_the_same_beginning_computes_only_the_rest(swarm: R
     assert same(swarm, torch.flip(prompt(5, 6, 7), [1])) == 43 + 5
 
 
+def test_a_server_tells_how_much_it_did_not_have_to_compute(swarm: RigSwarm) -> None:
+    same(swarm, prompt(5, 6, 7))
+    same(swarm, prompt(8, 9))
+    for record in swarm.records:
+        use = swarm.connection.server_info(record).prefix_use
+        assert (use.asked, use.found, use.kept) == (4, 2, 2)
+
+
 def test_kv03_nothing_is_shared_where_all_logits_are_wanted_or_sharing_is_off(swarm: RigSwarm) -> None:
     same(swarm, prompt(5, 6, 7))
     wanted = swarm.reference(prompt(8)).logits

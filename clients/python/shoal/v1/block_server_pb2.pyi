@@ -882,10 +882,14 @@ class GetServerInfoResponse(message.Message):
     STATE_FIELD_NUMBER: builtins.int
     LOAD_FIELD_NUMBER: builtins.int
     EXECUTED_ROW_BLOCKS_FIELD_NUMBER: builtins.int
+    PREFIX_USE_FIELD_NUMBER: builtins.int
+    WITHDRAWN_WAITS_FIELD_NUMBER: builtins.int
     state: swarm_pb2.ServerState.ValueType
     """State now."""
     executed_row_blocks: builtins.int
     """Block executions (rows x blocks summed over forward passes) since the start."""
+    withdrawn_waits: builtins.int
+    """Sessions that were given up by their clients while they waited for cache, since the start."""
     @builtins.property
     def record(self) -> common_pb2.SignedEnvelope:
         """Signed `ServerRecord`."""
@@ -894,6 +898,10 @@ class GetServerInfoResponse(message.Message):
     def load(self) -> swarm_pb2.ServerLoad:
         """Load now."""
 
+    @builtins.property
+    def prefix_use(self) -> PrefixUse:
+        """Pages of prompts that are kept for later sessions."""
+
     def __init__(
         self,
         *,
@@ -901,9 +909,39 @@ class GetServerInfoResponse(message.Message):
         state: swarm_pb2.ServerState.ValueType = ...,
         load: swarm_pb2.ServerLoad | None = ...,
         executed_row_blocks: builtins.int = ...,
+        prefix_use: PrefixUse | None = ...,
+        withdrawn_waits: builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = typing.Literal["load", b"load", "record", b"record"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = typing.Literal["load", b"load", "prefix_use", b"prefix_use", "record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = typing.Literal["executed_row_blocks", b"executed_row_blocks", "load", b"load", "record", b"record", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = typing.Literal["executed_row_blocks", b"executed_row_blocks", "load", b"load", "prefix_use", b"prefix_use", "record", b"record", "state", b"state", "withdrawn_waits", b"withdrawn_waits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+@typing.final
+class PrefixUse(message.Message):
+    """How much is taken from what earlier sessions left."""
+
+    DESCRIPTOR: descriptor.Descriptor
+
+    ASKED_FIELD_NUMBER: builtins.int
+    FOUND_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
+    asked: builtins.int
+    """Pages that sessions named, since the start."""
+    found: builtins.int
+    """Those of them that were there."""
+    kept: builtins.int
+    """Pages that are kept now."""
+    def __init__(
+        self,
+        *,
+        asked: builtins.int = ...,
+        found: builtins.int = ...,
+        kept: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = typing.Literal["asked", b"asked", "found", b"found", "kept", b"kept"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
