@@ -12,7 +12,6 @@ import pwd
 import secrets
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -25,19 +24,12 @@ import redis
 
 from services.up.binaries import can_reach, postgres_bin, unprivileged_user, valkey_server
 from services.up.children import LeashedChild
+from services.up.ports import HeldPorts
 from shoal.wire.errors import InvalidRequest, Unavailable
 
 _START_TIMEOUT_S = 30.0
 _POLL_S = 0.01
 _TRIES = 3
-
-
-def free_port() -> int:
-    """Return a TCP port of 127.0.0.1 that is free now; somebody else may still take it first."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class EmbeddedStore(ABC):
@@ -54,6 +46,7 @@ class EmbeddedStore(ABC):
         self.folder = folder or Path(tempfile.mkdtemp(prefix=f"shoal-{self.name}-"))
         self.folder.mkdir(parents=True, exist_ok=True)
         self.port = 0
+        self._held = HeldPorts()
         self.child: LeashedChild | None = None
         self.password = self._load_password()
 
@@ -97,12 +90,13 @@ class EmbeddedStore(ABC):
         for _ in range(_TRIES):
             # The port of the first start is kept, so that the URL stays true.
             port_is_new = self.port == 0
-            self.port = self.port or free_port()
+            self.port = self.port or self._held.take()
             self.child = self._launch()
             if self._wait_until_ready(self.child):
                 return self
             self.stop()
             self.port = 0 if port_is_new else self.port
+        self._held.close()
         raise Unavailable(f"{self.name} did not start: {self.child.log_tail() if self.child else ''}")
 
     def _wait_until_ready(self, child: LeashedChild) -> bool:
@@ -131,6 +125,7 @@ class EmbeddedStore(ABC):
     def close(self) -> None:
         """Stop the server and remove its data if it is temporary. Does nothing the second time."""
         self.stop()
+        self._held.close()
         if not self.persistent:
             shutil.rmtree(self.folder, ignore_errors=True)
 

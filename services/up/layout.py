@@ -18,7 +18,7 @@ from pathlib import Path
 
 import platformdirs
 
-from services.up.embedded import free_port
+from services.up.ports import HeldPorts
 from shoal.wire.errors import AlreadyExists
 from shoal.wire.private_files import load_or_create_private, write_private
 
@@ -84,18 +84,21 @@ class DataFolder:
             entries = json.loads(content)
         return Keys(**{entry["role"]: entry["key"] for entry in entries})
 
-    def registry_port(self, wanted: int, host: str) -> int:
+    def registry_port(self, wanted: int, host: str, held: HeldPorts) -> int:
         """Return the port that was asked for, else that of the last start if it is free, else a free one."""
-        return wanted or self._kept_port("port", host)
+        return wanted or self._kept_port("port", host, held)
 
-    def dht_port(self, host: str) -> int:
+    def dht_port(self, host: str, held: HeldPorts) -> int:
         """Return the port of the DHT node: that of the last start if it is free, else a free one."""
-        return self._kept_port("dht-port", host)
+        return self._kept_port("dht-port", host, held)
 
-    def _kept_port(self, name: str, host: str) -> int:
+    def _kept_port(self, name: str, host: str, held: HeldPorts) -> int:
         memory = self.root / name
         last = int(memory.read_text()) if memory.exists() else 0
-        port = last if last and _is_free(host, last) else free_port()
+        try:
+            port = held.take(host, last)
+        except OSError:
+            port = held.take(host)
         write_private(memory, str(port).encode())
         return port
 
@@ -131,17 +134,6 @@ def _key_entries(known: list[dict[str, str]]) -> bytes:
         if role not in have
     ]
     return json.dumps(known + new, indent=2).encode()
-
-
-def _is_free(host: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
 
 
 def reachable_host(host: str) -> str:

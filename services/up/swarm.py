@@ -19,9 +19,10 @@ from typing import Protocol, Self
 from services.chassis.ready import read_ready
 from services.up import plan
 from services.up.children import LeashedChild
-from services.up.embedded import EmbeddedPostgres, EmbeddedValkey, free_port
+from services.up.embedded import EmbeddedPostgres, EmbeddedValkey
 from services.up.layout import DataFolder, reachable_host
 from services.up.plan import Addresses, Child, Options
+from services.up.ports import HeldPorts
 from shoal.cli.status import SwarmStatus, ask
 from shoal.dht.identity import load_or_create_identity, peer_address
 from shoal.swarm.snapshot import ServerState
@@ -58,6 +59,7 @@ class Swarm:
         self.options = options
         self.folder = folder
         self.keys = folder.keys()
+        self.ports = HeldPorts()
         self.addresses = self._addresses()
         self._report = report
         self._stores = ExitStack()
@@ -74,16 +76,16 @@ class Swarm:
         public_host = reachable_host(host)
         certificate = load_or_create_certificate(self.folder.place(plan.REGISTRY), REGISTRY_NAME)
         load_or_create_certificate(self.folder.place(plan.ROUTER), ROUTER_NAME)
-        port = self.folder.registry_port(self.options.port, host)
-        dht_port = self.folder.dht_port(host)
+        port = self.folder.registry_port(self.options.port, host, self.ports)
+        dht_port = self.folder.dht_port(host, self.ports)
         _, dht_id = load_or_create_identity(self.folder.place(plan.DHT_NODE))
         # A server that listens on all interfaces cannot tell others its address unless the port is known before.
-        ports = tuple(free_port() if public_host != host else 0 for _ in range(self.options.servers))
+        ports = tuple(self.ports.take(host) if public_host != host else 0 for _ in range(self.options.servers))
         return Addresses(
             listen_host=host,
             public_host=public_host,
             registry_port=port,
-            router_port=free_port(),
+            router_port=self.ports.take(host),
             url=SwarmUrl(public_host, port, fingerprint(certificate.der)),
             router_certificate=certificate_path(self.folder.place(plan.ROUTER), ROUTER_NAME),
             dht_port=dht_port,
@@ -209,6 +211,7 @@ class Swarm:
         for child in self._children:
             child.stop()
         self._stores.close()
+        self.ports.close()
 
     def __enter__(self) -> Self:
         return self

@@ -13,7 +13,7 @@ import pytest
 
 from services.chassis.ready import read_ready
 from services.up.children import LeashedChild
-from services.up.embedded import free_port
+from services.up.ports import HeldPorts
 from shoal.models.checkpoint import Checkpoint
 from shoal.models.identity import block_hashes, model_key
 from shoal.swarm.snapshot import Server, ServerState
@@ -168,9 +168,9 @@ async def test_a_server_comes_back_after_the_registry_and_keeps_its_identity(pla
 
 
 async def test_nw06_a_server_that_nobody_can_reach_is_told_so_once_and_gets_no_work(
-    plane: ControlPlane, folder: Path
+    plane: ControlPlane, folder: Path, ports: HeldPorts
 ) -> None:
-    closed = f"127.0.0.1:{free_port()}"
+    closed = f"127.0.0.1:{ports.take()}"
     with server(plane, "one", folder, "--no-dht", "--advertise", closed, ready=False) as process:
 
         def refusals() -> int:

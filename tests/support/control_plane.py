@@ -23,7 +23,7 @@ from services.chassis.ready import read_ready
 from services.registry.schema import REGISTRY_SCHEMA
 from services.router.schema import ROUTER_SCHEMA
 from services.up.children import LeashedChild
-from services.up.embedded import free_port
+from services.up.ports import HeldPorts
 from shoal.v1 import common_pb2, registry_pb2, registry_pb2_grpc, swarm_pb2
 from shoal.wire.channels import Keepalive
 from shoal.wire.clock import new_id, to_duration
@@ -76,7 +76,8 @@ class ControlPlane:
         }
         self._database_url = database_url
         self._options = ("--lease-ttl-s", str(lease_ttl_s), "--no-verify-reachability", *options)
-        self._ports = {"registry": free_port(), "router": free_port()}
+        self._held = HeldPorts()
+        self._ports = {"registry": self._held.take(), "router": self._held.take()}
         self.addresses = {name: f"127.0.0.1:{port}" for name, port in self._ports.items()}
         self._router_told = router_by(self.addresses["router"])
         certificate = load_or_create_certificate(folder / "registry", REGISTRY_NAME)
@@ -107,11 +108,12 @@ class ControlPlane:
         self.close()
 
     def close(self) -> None:
-        """Stop both services."""
+        """Stop both services; nothing can be started again after it."""
         for child in self.children.values():
             child.let_go()
         for child in self.children.values():
             child.stop()
+        self._held.close()
 
     def start(self, name: str) -> None:
         """Start a service (again)."""

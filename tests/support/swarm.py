@@ -96,6 +96,7 @@ class LiveSwarm:
         self.folder = DataFolder(root)
         self._stack.callback(self._stop_all)
         self._swarm = Swarm(plan.Options(self.model, 1), self.folder, _Silent())
+        self._stack.callback(self._swarm.ports.close)
         if not self._dht:
             self._swarm.addresses = replace(self._swarm.addresses, dht_peer="")
         self.url = str(self._swarm.url)

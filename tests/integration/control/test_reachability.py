@@ -14,7 +14,7 @@ import pytest
 from services.registry.adopt import Adopter
 from services.registry.announce import AnnounceStream
 from services.registry.reach import Reach
-from services.up.embedded import free_port
+from services.up.ports import HeldPorts
 from shoal.swarm.snapshot import Server, ServerState
 from shoal.v1 import common_pb2, registry_pb2, swarm_pb2
 from shoal.v1.registry_pb2_grpc import RegistryServiceStub
@@ -81,8 +81,8 @@ async def test_nw06_a_server_that_answers_with_its_own_certificate_passes() -> N
         await Reach(PATIENT_S).check(announced(key, address, certificate))
 
 
-async def test_nw06_what_is_wrong_with_an_address_is_named_with_the_remedy() -> None:
-    key, closed = IdentityKey.generate(), f"127.0.0.1:{free_port()}"
+async def test_nw06_what_is_wrong_with_an_address_is_named_with_the_remedy(ports: HeldPorts) -> None:
+    key, closed = IdentityKey.generate(), f"127.0.0.1:{ports.take()}"
     async with listening(make_certificate("somebody-else")) as taken, silent() as quiet:
         for address, found, timeout_s in (
             (closed, "refused", PATIENT_S),
@@ -100,15 +100,15 @@ async def test_nw06_what_is_wrong_with_an_address_is_named_with_the_remedy() -> 
             )
 
 
-async def test_nw06_a_check_that_cannot_be_made_keeps_nobody_out() -> None:
-    closed = announced(IdentityKey.generate(), f"127.0.0.1:{free_port()}")
+async def test_nw06_a_check_that_cannot_be_made_keeps_nobody_out(ports: HeldPorts) -> None:
+    closed = announced(IdentityKey.generate(), f"127.0.0.1:{ports.take()}")
     await Reach(0.05, most_at_once=0).check(closed)
 
 
-async def test_nw06_a_loading_server_is_not_called_and_one_that_gets_online_is() -> None:
+async def test_nw06_a_loading_server_is_not_called_and_one_that_gets_online_is(ports: HeldPorts) -> None:
     registry, key = Registry(), IdentityKey.generate()
     parts = replace(registry.parts, reach=Reach(PATIENT_S))
-    closed = f"127.0.0.1:{free_port()}"
+    closed = f"127.0.0.1:{ports.take()}"
     stream = AnnounceStream(parts, "ann", "192.0.2.7")
     await stream.receive(record(key, address=closed, state=swarm_pb2.SERVER_STATE_JOINING))
     await stream.receive(heartbeat(ServerState.JOINING))
@@ -120,7 +120,7 @@ async def test_nw06_a_loading_server_is_not_called_and_one_that_gets_online_is()
     assert await registry.shown() == {key.server_id: ServerState.JOINING}
 
 
-async def test_nw06_a_stream_is_checked_once() -> None:
+async def test_nw06_a_stream_is_checked_once(ports: HeldPorts) -> None:
     registry, key = Registry(), IdentityKey.generate()
     certificate = make_certificate(key.server_id)
     stream = AnnounceStream(replace(registry.parts, reach=Reach(PATIENT_S)), "ann")
@@ -129,15 +129,15 @@ async def test_nw06_a_stream_is_checked_once() -> None:
     await stream.receive(heartbeat(ServerState.ONLINE))
     await stream.receive(record(key, 2, address=address, certificate=certificate.der))
     assert await registry.shown() == {key.server_id: ServerState.ONLINE}
-    moved = f"127.0.0.1:{free_port()}"
+    moved = f"127.0.0.1:{ports.take()}"
     with pytest.raises(NotReachable):
         await stream.receive(record(key, 3, address=moved, certificate=certificate.der))
 
 
-async def test_nw06_the_dht_is_no_way_around_the_check() -> None:
+async def test_nw06_the_dht_is_no_way_around_the_check(ports: HeldPorts) -> None:
     registry, key, reach = Registry(), IdentityKey.generate(), Reach(PATIENT_S)
     adopter = Adopter(replace(registry.parts, reach=reach))
-    closed = f"127.0.0.1:{free_port()}"
+    closed = f"127.0.0.1:{ports.take()}"
     enrolment = registry.signer.enrol("ann", key.server_id, 600, now_s())
     envelope = sign_record(key, make_record(key, address=closed, enrolment=enrolment))
     await refusal(reach, open_record(envelope, now_s()))
@@ -154,10 +154,10 @@ def plane(
         yield plane
 
 
-async def test_nw06_the_registry_routes_to_nobody_whom_it_cannot_reach(plane: ControlPlane) -> None:
+async def test_nw06_the_registry_routes_to_nobody_whom_it_cannot_reach(plane: ControlPlane, ports: HeldPorts) -> None:
     model = common_pb2.ModelId(prefix="reach", config_digest=b"r" * 32, numeric_class="fp32")
     async with plane.member(Role.SERVER) as owner:
-        lost = FakeBlockServer(owner, model=model, address=f"127.0.0.1:{free_port()}")
+        lost = FakeBlockServer(owner, model=model, address=f"127.0.0.1:{ports.take()}")
         with pytest.raises(ShoalError) as caught:
             await lost.announce_once()
         error = caught.value

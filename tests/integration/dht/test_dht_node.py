@@ -12,7 +12,7 @@ import pytest
 
 from services.chassis.ready import read_ready
 from services.up.children import LeashedChild
-from services.up.embedded import free_port
+from services.up.ports import HeldPorts
 from shoal.dht.book import RecordBook
 from shoal.dht.directory import SwarmDirectory
 from shoal.dht.identity import load_or_create_identity, peer_address
@@ -38,9 +38,9 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 class BootstrapNode:
     """`python -m services.dht_node` at an address that stays the same over restarts."""
 
-    def __init__(self, folder: Path, *arguments: str, **env: str) -> None:
+    def __init__(self, folder: Path, port: int, *arguments: str, **env: str) -> None:
         self.folder = folder
-        self.port = free_port()
+        self.port = port
         self.address = peer_address(f"127.0.0.1:{self.port}", load_or_create_identity(folder)[1])
         self._arguments, self._env = arguments, env
         self.child: LeashedChild | None = None
@@ -71,9 +71,9 @@ async def joined(node: BootstrapNode, book: RecordBook) -> AsyncIterator[SwarmDi
         yield found
 
 
-async def test_a_node_works_at_its_address_while_its_registry_is_away(tmp_path: Path) -> None:
-    url = f"shoal://127.0.0.1:{free_port()}#{'0' * 64}"
-    node = BootstrapNode(tmp_path, "--swarm", url, SHOAL_DHT_NODE_API_KEY="key")
+async def test_a_node_works_at_its_address_while_its_registry_is_away(tmp_path: Path, ports: HeldPorts) -> None:
+    url = f"shoal://127.0.0.1:{ports.take()}#{'0' * 64}"
+    node = BootstrapNode(tmp_path, ports.take(), "--swarm", url, SHOAL_DHT_NODE_API_KEY="key")
     swarm, key = Enroller(), IdentityKey.generate()
     with node.running():
         async with joined(node, swarm.book()) as one, joined(node, swarm.book()) as two:
@@ -169,10 +169,12 @@ async def _there(member: Membership, server_id: str) -> bool:
     return server_id in await listed(member)
 
 
-async def test_the_node_forwards_what_it_reads_to_the_registry(plane: ControlPlane, tmp_path: Path) -> None:
+async def test_the_node_forwards_what_it_reads_to_the_registry(
+    plane: ControlPlane, tmp_path: Path, ports: HeldPorts
+) -> None:
     """A server that is in the DHT alone becomes visible to everybody, and its good-bye is heard."""
     arguments = ("--swarm", str(plane.url), "--forward-every-s", "0.3")
-    node = BootstrapNode(tmp_path, *arguments, SHOAL_DHT_NODE_API_KEY=plane.keys[Role.SERVICE])
+    node = BootstrapNode(tmp_path, ports.take(), *arguments, SHOAL_DHT_NODE_API_KEY=plane.keys[Role.SERVICE])
     swarm = Enroller()
     async with plane.member(Role.SERVER) as owner:
         server = FakeBlockServer(owner)

@@ -8,16 +8,18 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from services.up.ports import HeldPorts
 from shoal.dht import link as link_module
 from shoal.dht.book import Reason, RecordBook
 from shoal.dht.directory import SwarmDirectory
-from shoal.dht.identity import load_or_create_identity
+from shoal.dht.identity import load_or_create_identity, peer_address
 from shoal.dht.keys import MODELS_KEY, server_key, server_keys
 from shoal.dht.link import DhtLink, LinkOptions
 from shoal.dht.node import DhtNode, NodeOptions
@@ -225,6 +227,42 @@ async def _kill_daemon(node: DhtNode) -> None:
 
 async def _knows(node: DhtNode) -> bool:
     return node.neighbours > 0
+
+
+@pytest.mark.slow
+async def test_nw10_peers_that_start_at_once_are_one_network(swarm: Enroller, tmp_path: Path, ports: HeldPorts) -> None:
+    """Two nodes that others join, each of which may begin alone, and two servers, all with the same list; many times.
+
+    Nobody is up when the others knock, so several networks begin, which find each other later.
+    """
+    for number in range(20):
+        kept = [load_or_create_identity(tmp_path / f"{number}-{node}") for node in range(2)]
+        addresses = [f"127.0.0.1:{ports.take()}" for _ in kept]
+        peers = tuple(peer_address(address, name) for address, (_, name) in zip(addresses, kept, strict=True))
+        options = [
+            *(
+                LinkOptions(NodeOptions(initial_peers=peers, listen=address, identity=file), may_be_alone=True)
+                for address, (file, _) in zip(addresses, kept, strict=True)
+            ),
+            *(LinkOptions(NodeOptions(initial_peers=peers)) for _ in range(2)),
+        ]
+        async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+            views = [SwarmDirectory(DhtLink(option, swarm.book())) for option in options]
+            tasks = [group.create_task(view.link.run()) for view in views]
+            await asyncio.gather(*(view.link.node(wait_s=30) for view in views))
+            records = [swarm.record(IdentityKey.generate(), life_s=60) for _ in views]
+            await until(partial(one_network, views, records))
+            for task in tasks:
+                task.cancel()
+
+
+async def one_network(views: list[SwarmDirectory], records: list[common_pb2.SignedEnvelope]) -> bool:
+    """Announce one record by each view, and tell whether each of them finds all."""
+    for view, record in zip(views, records, strict=True):
+        await view.announce(record)
+    snapshots = [await view.snapshot("tiny") for view in views]
+    names = {record.key_id for record in records}
+    return all(set(found.servers) == names and not found.partial for found in snapshots)
 
 
 async def test_a_link_opens_another_node_when_its_daemon_dies(

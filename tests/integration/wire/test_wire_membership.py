@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
+from services.up.ports import HeldPorts
 from shoal.v1 import registry_pb2, registry_pb2_grpc
 from shoal.wire import membership as membership_module
 from shoal.wire.clock import now_s
@@ -28,13 +29,6 @@ from shoal.wire.tls import ROUTER_NAME, make_certificate, server_credentials
 from tests.support.fake_registry import FakeRegistry, Swarm, serving
 
 DEADLINE_S = 30.0
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @asynccontextmanager
@@ -89,14 +83,14 @@ async def test_wrong_key_and_other_protocol() -> None:
             await Membership.join(url, registry.swarm.api_key)
 
 
-async def test_nobody_there() -> None:
-    url = SwarmUrl("127.0.0.1", _free_port(), "00" * 32)
+async def test_nobody_there(ports: HeldPorts) -> None:
+    url = SwarmUrl("127.0.0.1", ports.take(), "00" * 32)
     with pytest.raises(ServerUnreachable, match="shoal up"):
         await Membership.join(url, "key", wait_s=0.5)
 
 
-async def test_join_waits_for_a_registry_that_comes_later() -> None:
-    registry, port = FakeRegistry(Swarm()), _free_port()
+async def test_join_waits_for_a_registry_that_comes_later(ports: HeldPorts) -> None:
+    registry, port = FakeRegistry(Swarm()), ports.take()
     async with asyncio.TaskGroup() as group:
         joining = group.create_task(
             Membership.join(registry.swarm.url(port), registry.swarm.api_key, wait_s=DEADLINE_S)
@@ -109,11 +103,11 @@ async def test_join_waits_for_a_registry_that_comes_later() -> None:
             pass
 
 
-async def test_joining_can_be_cancelled() -> None:
+async def test_joining_can_be_cancelled(ports: HeldPorts) -> None:
     registry = FakeRegistry(Swarm())
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.3):
-            await Membership.join(registry.swarm.url(_free_port()), "key", wait_s=3600)
+            await Membership.join(registry.swarm.url(ports.take()), "key", wait_s=3600)
 
 
 async def test_token_is_renewed_before_it_ends() -> None:
@@ -130,10 +124,12 @@ async def test_token_is_renewed_before_it_ends() -> None:
         member.key_set.verify(member.token(), now_s())
 
 
-async def test_member_outlives_its_registry(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_member_outlives_its_registry(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ports: HeldPorts
+) -> None:
     """The last token and keys stay; when the registry is back the member finds it by itself. No secret is logged."""
     monkeypatch.setattr(membership_module, "LONGEST_RETRY_S", 0.5)
-    registry, port = FakeRegistry(Swarm(token_ttl_s=1.0)), _free_port()
+    registry, port = FakeRegistry(Swarm(token_ttl_s=1.0)), ports.take()
     url = registry.swarm.url(port)
     with caplog.at_level(logging.DEBUG):
         async with serving(registry, f"127.0.0.1:{port}"):
@@ -179,7 +175,7 @@ async def test_newer_keys_from_a_lease() -> None:
         member.key_set.verify(other.token(), now_s())
 
 
-async def test_the_first_router_that_answers_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_first_router_that_answers_is_used(monkeypatch: pytest.MonkeyPatch, ports: HeldPorts) -> None:
     monkeypatch.setattr(membership_module, "CONNECT_TIMEOUT_S", 1.0)
     certificate = make_certificate(ROUTER_NAME)
     router = grpc.aio.server()
@@ -192,7 +188,7 @@ async def test_the_first_router_that_answers_is_used(monkeypatch: pytest.MonkeyP
         )
 
     registry = FakeRegistry(Swarm())
-    dead = _free_port()
+    dead = ports.take()
     registry.routers = [endpoint(dead), endpoint(port)]
     async with (
         serving(registry) as server,
@@ -211,8 +207,8 @@ async def test_the_first_router_that_answers_is_used(monkeypatch: pytest.MonkeyP
     await router.stop(0)
 
 
-async def test_a_new_process_joins_from_memory_while_the_registry_is_away(tmp_path: Path) -> None:
-    registry, port, memory = FakeRegistry(Swarm()), _free_port(), tmp_path / "memory.json"
+async def test_a_new_process_joins_from_memory_while_the_registry_is_away(tmp_path: Path, ports: HeldPorts) -> None:
+    registry, port, memory = FakeRegistry(Swarm()), ports.take(), tmp_path / "memory.json"
     url, key = registry.swarm.url(port), registry.swarm.api_key
     with pytest.raises(ServerUnreachable):
         await Membership.join(url, key, memory=memory)

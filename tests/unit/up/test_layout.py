@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from services.up.layout import DataFolder, reachable_host
+from services.up.ports import HeldPorts
 from shoal.wire.errors import AlreadyExists
 from shoal.wire.private_files import write_private
 
@@ -52,11 +53,16 @@ def test_others_may_pass_through_but_not_look(tmp_path: Path) -> None:
 
 def test_the_registry_keeps_its_port_while_it_is_free(tmp_path: Path) -> None:
     folder = DataFolder(tmp_path / "data")
-    port = folder.registry_port(0, "127.0.0.1")
-    assert folder.registry_port(0, "127.0.0.1") == port
-    assert folder.registry_port(4711, "127.0.0.1") == 4711
-    with socket.create_server(("127.0.0.1", port)):
-        assert folder.registry_port(0, "127.0.0.1") != port
+    with HeldPorts() as held:
+        port = folder.registry_port(0, "127.0.0.1", held)
+        assert folder.registry_port(4711, "127.0.0.1", held) == 4711
+        # It is kept for the registry: nobody else gets it who does not ask for it as a server does.
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", port))
+    with HeldPorts() as held:
+        assert folder.registry_port(0, "127.0.0.1", held) == port
+        with socket.create_server(("127.0.0.1", port)):
+            assert folder.registry_port(0, "127.0.0.1", held) != port
 
 
 def test_reachable_host_is_never_the_wildcard() -> None:
